@@ -69,9 +69,26 @@ class DraftKey(NamedTuple):
         return value
 
 
+class DraftName(NamedTuple):
+    """Key of a `speculative_config` with a text."""
+
+    field: str
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return a value, None for the default.
+
+        Raises:
+            ValueError: the value is not a text.
+        """
+        if value is not None and not (isinstance(value, str) and value):
+            raise ValueError(f"{name}: must be a text, not {value!r}")
+        return value
+
+
 # vLLM's methods, each with defaults and keys.
 NUM_DRAFTS = {"num_speculative_tokens": DraftKey("num_tokens", True, 1, MAX_DRAFTS)}
-DRAFT_METHODS: dict[str, tuple[dict[str, Any], dict[str, DraftKey]]] = {
+DRAFT_MODEL = "draft_model"
+DRAFT_METHODS: dict[str, tuple[dict[str, Any], Mapping[str, DraftKey | DraftName]]] = {
     "ngram": (
         {},
         NUM_DRAFTS
@@ -90,6 +107,10 @@ DRAFT_METHODS: dict[str, tuple[dict[str, Any], dict[str, DraftKey]]] = {
             "suffix_decoding_min_token_prob": DraftKey("least_share", False, 0, 1),
         },
     ),
+    DRAFT_MODEL: (
+        {},
+        NUM_DRAFTS | {key: DraftName(key) for key in ("model", "revision", "quantization")},
+    ),
 }
 
 
@@ -104,6 +125,8 @@ class Speculation:
         outputs: number of past outputs of the engine in which they are looked up too, in addition to the sequence.
         factor: maximum drafts for each equal token.
         least_share: a draft from past outputs is what follows in at least this share of the equal places.
+        model: the draft model, named as in `EngineConfig`; None: drafts are looked up.
+        revision, quantization: of the draft model, as in `EngineConfig`.
     """
 
     num_tokens: int = 4
@@ -112,6 +135,9 @@ class Speculation:
     outputs: int = 0
     factor: float = math.inf
     least_share: float = 0.0
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> "Speculation | None":
@@ -122,7 +148,7 @@ class Speculation:
         """
         if config is None:
             return None
-        name, method = "speculative_config", config.get("method", "ngram")
+        name, method = "speculative_config", config.get("method", DRAFT_MODEL if "model" in config else "ngram")
         if method not in [*DRAFT_METHODS]:  # it may not be hashable
             raise ValueError(
                 f"{name}.method: must be one of {', '.join(DRAFT_METHODS)}, not {method!r}: other sources of drafts "
@@ -138,6 +164,8 @@ class Speculation:
         if "longest" in given:
             given.setdefault("shortest", min(cls.shortest, given["longest"]))
         made = cls(**defaults | given)
+        if method == DRAFT_MODEL and made.model is None:
+            raise ValueError(f"{name}.model: must name the draft model")
         if made.shortest > made.longest:
             raise ValueError(
                 f"{name}.prompt_lookup_min: must be at most prompt_lookup_max ({made.longest}), not {made.shortest}"

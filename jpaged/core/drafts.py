@@ -13,6 +13,7 @@ from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
 MAX_REST = 16  # tokens without a search for drafts
+FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a draft model, which costs more than a search
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 4  # that are kept of equal tokens
 
@@ -36,6 +37,13 @@ class DecodeCosts(NamedTuple):
 
 
 UNKNOWN = DecodeCosts()
+
+
+class DraftModelLimits(NamedTuple):
+    """Maximum tokens of a sequence of a draft model, and the costs of its decode steps; unknown: not considered."""
+
+    max_model_len: int
+    costs: DecodeCosts
 
 
 class Found(NamedTuple):
@@ -136,11 +144,15 @@ class Drafter:
             return []
         found = self._search(tokens, most) if most else []
         drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
-        self._rest = 0 if drafts else min(MAX_REST, 2 * self._rest + 1)
-        self.rests_until = len(tokens) + self._rest - 1 if self._rest else 0
+        self._rest_after(len(tokens), bool(drafts), MAX_REST)
         if found and not drafts:
             self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
         return drafts
+
+    def _rest_after(self, num_tokens: int, success: bool, most: int) -> None:
+        """Rest for more tokens than last time, at most `most`, unless there was success."""
+        self._rest = 0 if success else min(most, 2 * self._rest + 1)
+        self.rests_until = num_tokens + self._rest - 1 if self._rest else 0
 
     def _search(self, tokens: Sequence[int], most: int) -> list[int]:
         found = max((each.following(tokens, most) for each in self._proposers), key=lambda found: found.matched)
@@ -152,14 +164,22 @@ class Drafter:
         Args:
             rate: share of drafts that are kept.
         """
-        expected, power, best, count = others + 1.0, 1.0, 0.0, 0
+        expected, power, best, count = others + 1.0, float(self._drafting(others)), 0.0, 0
         for drafts in range(most + 1):
-            cost = self._costs.of(others + 1 + drafts, context)
+            cost = self._cost(drafts, others, context)
             if expected / cost > best:
                 best, count = expected / cost, drafts
             power *= rate
             expected += power
         return count
+
+    def _drafting(self, others: int) -> int:
+        """Return the number of sequences that are expected to have as many drafts in the step."""
+        return 1
+
+    def _cost(self, drafts: int, others: int, context: int) -> float:
+        """Return the cost of a step in which the sequence has some drafts."""
+        return self._costs.of(others + 1 + drafts, context)
 
     def learn(self, drafts: int, kept: int) -> None:
         """Take note of the drafts of a step that were kept."""
@@ -170,3 +190,58 @@ class Drafter:
         """Let the proposers take note of the complete output."""
         for each in self._proposers:
             each.end(tokens, num_prompt_tokens)
+
+
+class ModelDrafter(Drafter):
+    """Drafter of a sequence whose drafts a draft model computes before the step."""
+
+    def __init__(self, settings: Speculation, costs: DecodeCosts, model: DraftModelLimits, most: int | None = None):
+        super().__init__(settings, costs, (), most)
+        self._model, self._rest = model, FIRST_REST_OF_MODEL
+        self._taken: tuple[int, Sequence[int]] = 0, ()  # the number of tokens before the drafts, and the drafts
+
+    def __copy__(self) -> "ModelDrafter":
+        other = ModelDrafter(self._settings, self._costs, self._model, self._most)
+        other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
+        return other
+
+    def wanted(self, num_tokens: int, most: int, others: int) -> int:
+        """Return the number of drafts that the model should compute after some tokens; with 0 the sequence rests.
+
+        Args:
+            most: maximum number of drafts.
+            others: number of other sequences that run, which are expected to want as many.
+        """
+        if num_tokens <= self.rests_until:
+            return 0
+        most = max(0, min(most, self._most, self._model.max_model_len - num_tokens))
+        count = self._best(most, others, num_tokens, self._rate)
+        if not count:
+            self._rest_after(num_tokens, False, MAX_REST_OF_MODEL)
+            self._rate = START_RATE
+        return count
+
+    def learn(self, drafts: int, kept: int) -> None:
+        """Take note of the drafts of a step that were kept. Rests are short again once more than usual were."""
+        super().learn(drafts, kept)
+        if self._rate > START_RATE:
+            self._rest = FIRST_REST_OF_MODEL
+
+    def take(self, num_tokens: int, drafts: Sequence[int]) -> None:
+        """Take the model's drafts after the first tokens of the sequence."""
+        self._taken = num_tokens, drafts
+
+    def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
+        """Return the drafts that the model has computed after some tokens, or those that a grammar forces."""
+        if forced:
+            return super().propose(tokens, forced, most, others)
+        num_tokens, drafts = self._taken
+        return list(drafts[: max(0, most)]) if num_tokens == len(tokens) else []
+
+    def _drafting(self, others: int) -> int:
+        return others + 1
+
+    def _cost(self, drafts: int, others: int, context: int) -> float:
+        each, costs = others + 1, self._model.costs
+        step = self._costs.of(each * (1 + drafts), context)
+        return step + drafts * costs.of(each, context) if costs.seconds else step

@@ -8,18 +8,19 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Series
+from types import MappingProxyType
 
-from jpaged.config import Limits, Speculation
+from jpaged.config import Limits
 from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
-from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter, Lookup, Proposer
+from jpaged.core.drafting import Drafting, Wanted
+from jpaged.core.drafts import ModelDrafter
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
-from jpaged.core.past_outputs import Past, PastOutputs
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
@@ -30,6 +31,7 @@ from jpaged.core.shares import Shares
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
 # throughput falls by as much again.
 HEADROOM = 16
+NO_DRAFTS: Mapping[Sequence, Series[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -55,7 +57,7 @@ class Scheduler:
             tokens of a step for several tenants; inf: no limit.
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
-        decode_costs: costs of steps, for the number of drafts.
+        drafting: the drafts of requests; None: as `limits.speculative_config` sets them, at unknown costs.
 
     Attributes:
         holds_new: admit no request for the first time, so that only started requests continue.
@@ -80,17 +82,14 @@ class Scheduler:
         tokens_beside_decodes: int | None = None,
         step_overhead: float = math.inf,
         headroom: int = 0,
-        decode_costs: DecodeCosts = UNKNOWN,
+        drafting: Drafting | None = None,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.step_overhead, self.headroom = step_overhead, headroom
-        self._speculation, self._max_drafts = Speculation.of(limits.speculative_config), limits.max_num_drafts
-        self._decode_costs = decode_costs
-        settings = self._speculation
-        self._past_outputs = PastOutputs(settings, pool) if settings is not None and settings.outputs else None
+        self.drafting = drafting or Drafting(limits, pool)
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
@@ -166,17 +165,9 @@ class Scheduler:
         request.prompt, request.client, request.tenant, request.cache_salt = prompt, client, tenant, cache_salt
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
-        if self._speculation is not None and request.may_have_drafts:
-            request.sequences[0].drafter = self._drafter(request, self._speculation)
+        request.sequences[0].drafter = self.drafting.drafter_of(request)
         self.queues.add(request)
         return request
-
-    def _drafter(self, request: Request, settings: Speculation) -> Drafter:
-        proposers: list[Proposer] = [Lookup(settings.longest, settings.shortest)]
-        if self._past_outputs is not None:
-            proposers.append(Past(self._past_outputs, request.cache_salt, self._past_outputs.epoch))
-        most = getattr(request.params, "num_speculative_tokens", None)
-        return Drafter(settings, self._decode_costs, proposers, most)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment and free its blocks; return None if it is unknown or has ended."""
@@ -190,6 +181,12 @@ class Scheduler:
         """End a sequence, and with its last one the request."""
         finish(sequence, reason, stop_reason, self.queues, self.memory)
 
+    def wanted_drafts(self) -> list[Wanted]:
+        """Return the sequences that want drafts of a draft model in the next step, and how many."""
+        if self._must_wait:
+            return []
+        return self.drafting.wanted([sequence for request in self.running for sequence in request.live])
+
     @property
     def _must_wait(self) -> bool:
         """Whether the next plan should follow the commit of the plans in flight.
@@ -202,8 +199,11 @@ class Scheduler:
             return self._must_drain and bool(self._in_flight)
         return self._must_drain or 2 * num_waiting >= sum(len(request.live) for request in self.running)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, drafts: Mapping[Sequence, Series[int]] = NO_DRAFTS) -> StepPlan | None:
         """Hand out the token budget: to running requests first, then to waiting ones unless one was preempted.
+
+        Args:
+            drafts: the tokens that a draft model expects next in some sequences.
 
         Returns:
             The plan of the next step, or None if there is nothing to do before a plan in flight is committed.
@@ -213,7 +213,11 @@ class Scheduler:
         """
         if self._must_wait:
             return None
-        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight, room=self._max_drafts)
+        for sequence, tokens in drafts.items():
+            assert isinstance(sequence.drafter, ModelDrafter), "only these sequences want drafts"
+            sequence.drafter.take(sequence.num_tokens, tokens)
+        room = self.drafting.max_drafts
+        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight, room=room)
         try:
             self._fill(step)
         except Exception as error:

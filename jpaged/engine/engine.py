@@ -18,8 +18,9 @@ from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
-from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler import NO_DRAFTS, Scheduler
 from jpaged.engine import certify
+from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.output import delta_of, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
@@ -166,6 +167,7 @@ class Engine:
         seed: seed of the seeds of requests without one.
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
         clock: returns the present time in seconds, for the times of requests.
+        draft_model: computes drafts before a step, if the scheduler's settings name one.
 
     Attributes:
         limits: maximum sizes of sequences and steps.
@@ -174,7 +176,7 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
-        max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic,
+        max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic, draft_model: DraftModel | None = None,
     ):  # fmt: skip
         self.scheduler, self.limits = scheduler, scheduler.limits
         self.runner = runner
@@ -185,6 +187,7 @@ class Engine:
         self._has_failed = False
         self._max_in_flight = max_in_flight
         self._clock = clock
+        self._draft_model = draft_model
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: UpdateParams | None = None  # waits until the started requests have ended
         self._paused: str | None = None  # the mode of `Pause`
@@ -305,9 +308,11 @@ class Engine:
                 self.runner.control(command)
                 self.restart()
                 self.asleep = PARTS
+                self._tell_draft_model(command)
             case WakeUp(tags):
                 self.runner.control(WakeUp(self.asleep.intersection(tags)))
                 self.asleep = self.asleep.difference(tags)
+                self._tell_draft_model(command)
             case UpdateParams(in_flight=in_flight):
                 self.runner.check(command)
                 if in_flight == "wait" and self.scheduler.has_started:
@@ -316,7 +321,12 @@ class Engine:
                     self._exchange(command)
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+                self._tell_draft_model(command)
         return StepOutput()
+
+    def _tell_draft_model(self, command: Command) -> None:
+        if self._draft_model is not None:
+            self._draft_model.control(command)
 
     def is_in_effect(self, command: Command) -> bool:
         """Return whether a command that was run needs no further step to take effect."""
@@ -374,10 +384,22 @@ class Engine:
         """Run an update that has waited for started requests, then dispatch steps as far as they may overlap."""
         if self._next_params is not None and not self.scheduler.has_started:
             self._exchange(self._next_params)
-        while self._has_room and (plan := self.scheduler.schedule()):
+        while self._has_room and (plan := self.scheduler.schedule(self._drafts())):
             # Masks do not depend on the device's results, and are made while it works.
             make_masks = functools.partial(self._masks.of_plan, plan, self._constraint) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
+
+    def _drafts(self) -> Mapping[Sequence, Series[int]]:
+        """Return the drafts of the draft model for the next step. If it fails, the engine goes on without it."""
+        if self._draft_model is None or not (wanted := self.scheduler.wanted_drafts()):
+            return NO_DRAFTS
+        try:
+            return self._draft_model.propose(wanted)
+        except Exception:
+            logger.exception("the draft model has failed, and is not used until the next start")
+            self._draft_model = None
+            self.scheduler.drafting.stop()
+            return NO_DRAFTS
 
     def _constraint(self, row: int) -> "Constraint | None":
         return cast("Constraint | None", self.scheduler.rows[row].constraint)
@@ -460,6 +482,7 @@ class Engine:
             self.restart()
         self.runner.control(update)
         self.asleep -= {"weights"}
+        self._tell_draft_model(update)
         certify.follow(self.scheduler.requests.values(), self.runner, update.in_flight)
 
     def _read(self, sequence: Sequence) -> str:

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.drafting import Drafting
+from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
+from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model, Place
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device
@@ -78,40 +81,62 @@ def start_engine(
         lead: return the engine's runner, which drives this one and those of other processes.
         allow_copy: as in `load_engine`.
     """
-    resolved, tokenizer = setup.resolved, setup.tokenizer
-    config, limits = resolved.config, resolved.limits
-    inner, eos = backend(tokenizer) if tokenizer is not None else None, eos_token_ids(resolved.model, tokenizer)
+    resolved, inner = setup.resolved, backend(setup.tokenizer) if setup.tokenizer is not None else None
     model = model or load_checkpoint(setup, progress=progress)
-    runner, measured = start_runner(model, setup, progress=progress, allow_copy=allow_copy)
+    with compilation_cache(), every_process_writes():
+        runner = place(model, setup, allow_copy=allow_copy)
+        draft_model, limits = None, None
+        if setup.draft_model is not None:
+            draft_model, limits = _start_draft_model(setup.draft_model, runner, progress=progress)
+        measured = measure(runner, resolved, progress=progress)
+    scheduler = _scheduler_of(setup, measured, limits)
+    max_in_flight = 2 if resolved.config.async_scheduling else 1
+    return Engine(
+        scheduler, lead(runner) if lead else runner, inner, seed=resolved.config.seed, max_in_flight=max_in_flight,
+        draft_model=draft_model,
+    )  # fmt: skip
+
+
+def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> tuple[DraftModel, DraftModelLimits]:
+    """Return a draft model that is ready to step, and its limits.
+
+    Args:
+        beside: the runner of the model, which has no pool yet. The pools share the memory so that both have room for
+            equally many tokens.
+    """
+    resolved, config = setup.resolved, setup.resolved.config
+    runner = place(load_checkpoint(setup, progress=progress), setup)
+    share = runner.blocks.block_bytes / (runner.blocks.block_bytes + beside.blocks.block_bytes)
+    measured = measure(runner, resolved, share=share, progress=progress)
+    engine = Engine(_scheduler_of(setup, measured), runner, max_in_flight=2 if config.async_scheduling else 1)
+    return DraftModel(engine), DraftModelLimits(resolved.limits.max_model_len, measured.decode_costs)
+
+
+def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimits | None = None) -> Scheduler:
+    config, limits, size = setup.resolved.config, setup.resolved.limits, setup.resolved.limits.block_size
+    pool = BlockPool(measured.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching)
     host_pool = None
     if measured.num_host_blocks:
-        host_pool = BlockPool(measured.num_host_blocks, limits.block_size, enable_prefix_caching=False)
-    scheduler = Scheduler(
-        BlockPool(measured.num_blocks, limits.block_size, enable_prefix_caching=config.enable_prefix_caching), limits,
-        vocab_size=resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool, policy=config.scheduling_policy,
-        preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,
+        host_pool = BlockPool(measured.num_host_blocks, size, enable_prefix_caching=False)
+    return Scheduler(
+        pool, limits, vocab_size=setup.resolved.model.vocab_size,
+        eos_token_ids=eos_token_ids(setup.resolved.model, setup.tokenizer), host_pool=host_pool,
+        policy=config.scheduling_policy, preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
-        decode_costs=measured.decode_costs,
+        drafting=Drafting(limits, pool, measured.decode_costs, draft_model),
     )  # fmt: skip
-    max_in_flight = 2 if config.async_scheduling else 1
-    return Engine(scheduler, lead(runner) if lead else runner, inner, seed=config.seed, max_in_flight=max_in_flight)
 
 
 def start_follower(setup: Setup, *, progress: bool = True) -> ModelRunner:
-    """Return a runner that is ready for the plans of another process, which calls `start_engine`."""
-    return start_runner(load_checkpoint(setup, progress=progress), setup, progress=progress)[0]
-
-
-def start_runner(
-    model: Model, setup: Setup, *, progress: bool = True, allow_copy: bool = True
-) -> tuple[ModelRunner, Measured]:
-    """Return a runner that is ready to step, and its measurement, with the arguments of `start_engine`.
+    """Return a runner that is ready for the plans of another process, which calls `start_engine`.
 
     All processes that share the devices run these programs, in this order.
     """
+    model = load_checkpoint(setup, progress=progress)
     with compilation_cache(), every_process_writes():
-        runner = place(model, setup, allow_copy=allow_copy)
-        return runner, measure(runner, setup.resolved, progress=progress)
+        runner = place(model, setup)
+        measure(runner, setup.resolved, progress=progress)
+    return runner
 
 
 def eos_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:

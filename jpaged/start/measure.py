@@ -50,7 +50,7 @@ class Measured(NamedTuple):
         tokens_beside_decodes: maximum tokens of a step with decodes; None: the limit of all steps.
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
         block_swap_cost: cost of moving one block to the host and back, in tokens; 0 if it is not needed or unknown.
-        decode_costs: costs of decode steps; unknown without drafts.
+        decode_costs: costs of decode steps.
     """
 
     num_blocks: int
@@ -61,18 +61,19 @@ class Measured(NamedTuple):
     decode_costs: DecodeCosts
 
 
-def measure(runner: ModelRunner, resolved: Resolved, *, progress: bool = True) -> Measured:
+def measure(runner: ModelRunner, resolved: Resolved, *, share: float = 1.0, progress: bool = True) -> Measured:
     """Allocate a runner's KV pool, compile its steps, and measure them.
 
     All processes that share the devices call it, and run the same programs in the same order.
 
     Args:
+        share: part of the free memory that the pool may take.
         progress: show a progress bar on stderr instead of lines in the log.
 
     Raises:
         ValueError: there is no memory for the pool, or for a step beside it.
     """
-    allocate(runner, resolved)
+    allocate(runner, resolved, share)
     config, limits, platform = resolved.config, resolved.limits, resolved.device.platform
     ladders = runner.shapes.buckets.all
     costs: StepCosts = {}
@@ -236,16 +237,16 @@ def step_overhead(costs: StepCosts, platform: str) -> float:
 
 
 def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> DecodeCosts:
-    """Return the costs of decode steps with drafts. A context costs what reading it takes, at the rate of the weights.
+    """Return the costs of decode steps. A context costs what reading it takes, at the rate of the weights.
 
     Where padding costs nothing, the steps of one sequence with drafts are measured, too, and costs between measured
     numbers of tokens are interpolated. Otherwise a step costs what its shape does.
     """
     drafts = Speculation.of(limits.speculative_config)
     known = {bucket.num_tokens: seconds for bucket, seconds in costs.items() if bucket.decode}
-    if drafts is None or not known:
+    if not known:
         return UNKNOWN
-    if not runner.pads:
+    if drafts is not None and not runner.pads:
         fit = runner.shapes.buckets.fit
         runs = {
             Bucket(count, count, True): partial(runner.run_padding, fit(count, count, True), count)

@@ -22,10 +22,14 @@ from pallas_kernels import Kernels
 logger = logging.getLogger(__name__)
 
 
-def allocate(runner: ModelRunner, resolved: Resolved) -> None:
+def allocate(runner: ModelRunner, resolved: Resolved, share: float = 1.0) -> None:
     """Allocate a runner's KV pool: of the size that the config sets, else the largest that leaves room for steps.
 
     All processes that share the devices call it, and get the same number of blocks.
+
+    Args:
+        share: part of the memory that it may take, where another pool will take the rest. It then has at most as many
+            blocks as could ever be used.
 
     Raises:
         ValueError: the pool does not fit, or has fewer blocks than there are sequences.
@@ -39,6 +43,8 @@ def allocate(runner: ModelRunner, resolved: Resolved) -> None:
     if num_blocks is None:
         moved_bytes = 2 * TRANSFERS[-1] * blocks.block_bytes if num_host_blocks else 0
         num_blocks = fill_memory(runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes)
+        if share < 1:
+            num_blocks = min(max(1, int(share * num_blocks)), wanted)
         if resolved.device.platform != "cpu":
             reason = sized_by = "gpu_memory_utilization"
         else:

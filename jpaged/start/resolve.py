@@ -11,6 +11,7 @@ from jpaged.config import (
     QUANTIZATIONS,
     EngineConfig,
     Limits,
+    Speculation,
     platform_defaults,
 )
 from jpaged.models.config import ModelConfig
@@ -103,6 +104,23 @@ def resolve(
     choices.choose("warm_up", True, "the largest shape, then the others beside requests" if first else "the default")
     model = model.for_length(limits.max_model_len) if module_size is None else model
     return Resolved(config, model, device, limits, dtype, quantization, mesh_shape(model, size), tuple(choices.made))
+
+
+def draft_model_config(resolved: Resolved) -> EngineConfig | None:
+    """Return the config of the draft model beside a model; None if the settings name none."""
+    config, limits = resolved.config, resolved.limits
+    settings = Speculation.of(limits.speculative_config)
+    if settings is None or settings.model is None:
+        return None
+    return EngineConfig(
+        model=settings.model, revision=settings.revision, quantization=settings.quantization,
+        load_format="dummy" if config.load_format == "dummy" else "auto", dtype=config.dtype,
+        skip_tokenizer_init=config.skip_tokenizer_init, kv_cache_dtype=config.kv_cache_dtype, kernels=config.kernels,
+        tensor_parallel_size=resolved.mesh.size, gpu_memory_utilization=config.gpu_memory_utilization, swap_space=0,
+        block_size=limits.block_size, max_num_seqs=min(limits.max_num_seqs, limits.max_num_drafts),
+        max_num_batched_tokens=limits.max_num_batched_tokens, async_scheduling=config.async_scheduling,
+        warm_up=config.warm_up, preemption_mode="recompute", max_logprobs=0, generation_config="vllm",
+    )  # fmt: skip
 
 
 def check_num_blocks(limits: Limits, num_blocks: int) -> None:

@@ -1,7 +1,7 @@
 """Setup of an engine: its files, settings, devices, kernels and tokenizer, checked before parameters are loaded."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, devices_of
 from jpaged.start.find import FILE_ON_HUB, find_local
 from jpaged.start.pool import check_pool
-from jpaged.start.resolve import Device, Resolved, resolve
-from jpaged.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from jpaged.start.resolve import Device, Resolved, draft_model_config, resolve
+from jpaged.tokenizer import TOKENIZER_FILES, backend, has_tokenizer, load_tokenizer
 from pallas_kernels import Kernels, SelfTest, compute_capability, select
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Setup(NamedTuple):
         kernels: the kernels, tested on the device; None: they depend on the dtype that a module computes attention in.
         tokenizer: a Hugging Face tokenizer or a `tokenizers.Tokenizer`; None if there is none.
         sampling_defaults: default sampling parameters of the model and the config.
+        draft_model: the setup of the draft model, on the same devices; None: there is none.
     """
 
     resolved: Resolved
@@ -50,6 +51,7 @@ class Setup(NamedTuple):
     kernels: Kernels | None
     tokenizer: Any
     sampling_defaults: dict[str, Any]
+    draft_model: "Setup | None" = None
 
 
 def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str | None = None, nnodes: int = 1) -> Setup:
@@ -66,6 +68,14 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     """
     size = config.tensor_parallel_size or 1
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
+    setup = _prepare_on(devices, config, tokenizer, chat_template)
+    return setup._replace(draft_model=_prepare_draft_model(setup, devices, nnodes))
+
+
+def _prepare_on(
+    devices: Sequence[jax.Device], config: EngineConfig, tokenizer: Any = None, chat_template: str | None = None
+) -> Setup:
+    """Check all settings of a model on some devices, as `prepare` does."""
     directory, resolved = resolve_checkpoint(config, devices[0])
     placement = Placement.on(devices, resolved.model)
     defaults = default_sampling(
@@ -80,6 +90,32 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     kernels = select_kernels(resolved, placement)  # may test them, which takes minutes
     check_pool(resolved, placement, kernels, str(resolved.dtype))
     return Setup(resolved, placement, kernels, tokenizer, defaults)
+
+
+def _prepare_draft_model(setup: Setup, devices: Sequence[jax.Device], nnodes: int = 1) -> Setup | None:
+    """Check all settings of the draft model that a setup names, on the same devices; return None if it names none.
+
+    Raises:
+        ValueError: the draft model or the device does not allow a setting, or it has other tokens.
+    """
+    limits, model = setup.resolved.limits, setup.resolved.model
+    try:
+        if (config := draft_model_config(setup.resolved)) is None:
+            return None
+        if nnodes > 1:
+            raise ValueError("it is not supported on several hosts")
+        _, draft = resolve_checkpoint(config, devices[0])
+        longest = min(limits.max_model_len, draft.limits.max_model_len)
+        prepared = _prepare_on(devices, replace(config, max_model_len=longest))
+    except ValueError as error:
+        raise ValueError(f"speculative_config: the draft model: {error}") from error
+    if None in (setup.tokenizer, prepared.tokenizer):
+        are_equal = model.vocab_size == draft.model.vocab_size
+    else:  # the sizes of models are often padded
+        are_equal = backend(setup.tokenizer).get_vocab() == backend(prepared.tokenizer).get_vocab()
+    if not are_equal:
+        raise ValueError(f"speculative_config.model: {config.model} must have the tokens of the model")
+    return prepared
 
 
 def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, Resolved]:
@@ -140,7 +176,8 @@ def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -
     resolved = resolve(config, module.config, device_of(devices[0]), module_size=len(devices))
     placement = Placement.on(devices[: config.tensor_parallel_size], module.config)
     defaults = default_sampling(None, config.override_generation_config)
-    return Setup(resolved, placement, None, find_tokenizer(tokenizer), defaults)
+    setup = Setup(resolved, placement, None, find_tokenizer(tokenizer), defaults)
+    return setup._replace(draft_model=_prepare_draft_model(setup, placement.devices))
 
 
 def on_further_devices(setup: Setup, data_parallel_size: int) -> list[Setup]:
@@ -151,8 +188,12 @@ def on_further_devices(setup: Setup, data_parallel_size: int) -> list[Setup]:
     """
     if data_parallel_size == 1:
         return [setup]
-    groups = choose_devices(setup.placement.size, data_parallel_size)
-    return [setup._replace(placement=Placement.on(group, setup.resolved.model)) for group in groups]
+
+    def on(devices: Sequence[jax.Device], setup: Setup) -> Setup:
+        placement = Placement.on(devices, setup.resolved.model)
+        return setup._replace(placement=placement, draft_model=setup.draft_model and on(devices, setup.draft_model))
+
+    return [on(group, setup) for group in choose_devices(setup.placement.size, data_parallel_size)]
 
 
 def select_kernels(

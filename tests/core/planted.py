@@ -57,8 +57,8 @@ def _lost_row(patch):
 def _missed_swap(patch):
     schedule = Scheduler.schedule
 
-    def deaf(scheduler):
-        plan = schedule(scheduler)
+    def deaf(scheduler, *drafts):
+        plan = schedule(scheduler, *drafts)
         if plan is None or not plan.swap_in[1:]:
             return plan
         scheduler._in_flight[-1].plan = deafened = dataclasses.replace(plan, swap_in=plan.swap_in[:1])

@@ -1,11 +1,23 @@
 """Where drafts come from, and how many of them are computed."""
 
 import copy
+import itertools
 
 import pytest
 
 from jpaged.config import EngineConfig, Speculation
-from jpaged.core.drafts import INDEXED_AT_ONCE, MAX_REST, NOTHING, UNKNOWN, DecodeCosts, Drafter, Lookup
+from jpaged.core.drafts import (
+    INDEXED_AT_ONCE,
+    MAX_REST,
+    MAX_REST_OF_MODEL,
+    NOTHING,
+    UNKNOWN,
+    DecodeCosts,
+    Drafter,
+    DraftModelLimits,
+    Lookup,
+    ModelDrafter,
+)
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from tests.core import traffic
 
@@ -112,7 +124,7 @@ def test_beams_have_no_drafts(params, expected):
 
 def test_a_request_may_have_fewer_drafts():
     scheduler, _ = traffic.make()
-    scheduler._speculation = SETTINGS
+    scheduler.drafting.settings = SETTINGS
     limited, none = (scheduler.add(str(i), [1, 2], SamplingParams(num_speculative_tokens=i), seed=0) for i in (2, 0))
     assert none.sequences[0].drafter is None
     assert len(drafter_of(costs=UNKNOWN, most=2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
@@ -138,8 +150,8 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"method": "eagle3"}, "speculative_config.method: must be one of ngram, suffix, not 'eagle3': other sources"),
-        ({"method": ["ngram"]}, "must be one of ngram, suffix, not .'ngram'."),
+        ({"method": "eagle3"}, "config.method: must be one of ngram, suffix, draft_model, not 'eagle3': other sources"),
+        ({"method": ["ngram"]}, "must be one of ngram, suffix, draft_model, not .'ngram'."),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be a whole number between 1 and"),
         ({"num_speculative_tokens": 33}, "between 1 and 32, not 33"),
         ({"prompt_lookup_max": 1.5}, "speculative_config.prompt_lookup_max: must be a whole number between 1 and 64"),
@@ -151,6 +163,9 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "requests: must be a whole number between 0"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": True}, "factor: must be a number between 0 and 32, n"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "prob: must be a number between 0 and 1, not 1."),
+        ({"method": "draft_model"}, "speculative_config.model: must name the draft model"),
+        ({"model": 7}, "speculative_config.model: must be a text, not 7"),
+        ({"model": "m", "prompt_lookup_max": 4}, "unknown prompt_lookup_max .allowed with the method draft_model: num"),
     ],
 )  # fmt: skip
 def test_errors_name_the_key(config, message):
@@ -165,5 +180,92 @@ def test_settings_have_the_names_of_vllm():
     assert Speculation.of({"prompt_lookup_max": 1}) == Speculation(longest=1, shortest=1)
     suffix = {"suffix_decoding_max_tree_depth": 9, "suffix_decoding_max_cached_requests": 7}
     suffix |= {"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.5, "num_speculative_tokens": 3}
+    model = {"model": "small", "revision": "main", "quantization": "int4", "num_speculative_tokens": 5}
+    assert Speculation.of(model) == Speculation(5, model="small", revision="main", quantization="int4")
+    assert Speculation.of(model | {"method": "draft_model"}) == Speculation.of(model)
     assert Speculation.of({"method": "suffix", **suffix}) == Speculation(3, 9, 2, 7, 2, 0.5)
     assert Speculation.of({"method": "suffix", "num_speculative_tokens": None}) == Speculation(8, 24, 2, 10_000, 1, 0.1)
+
+
+MODEL_COSTS = DecodeCosts([0.3] * 64)  # a tenth of a step of one token
+
+
+def model_drafter(costs=COSTS, model_costs=MODEL_COSTS, longest=1000, most=None):
+    return ModelDrafter(SETTINGS, costs, DraftModelLimits(longest, model_costs), most)
+
+
+def test_a_draft_model_computes_as_many_drafts_as_pay():
+    dear = DecodeCosts([3.5] * 64)
+    assert model_drafter(model_costs=UNKNOWN).wanted(10, 4, 0) == 2
+    assert model_drafter().wanted(10, 4, 0) == 2 and model_drafter(model_costs=dear).wanted(10, 4, 0) == 0
+    assert model_drafter(costs=UNKNOWN, model_costs=UNKNOWN).wanted(10, 9, 60) == SETTINGS.num_tokens
+    long, by_token = (DecodeCosts([start + each * n for n in range(400)]) for start, each in ((3.0, 1.0), (0.1, 0.2)))
+    sure = model_drafter(long, by_token)
+    for _ in range(20):
+        sure.learn(4, 4)
+    assert sure.wanted(10, 4, 0) == sure.wanted(10, 4, 1) == 4
+    assert sure.wanted(10, 4, 60) == 0, "with 60 others that have drafts, each draft of both models has its price"
+    assert sure.rests_until > 10 and copy.copy(sure).wanted(10, 4, 1) == 0, "a copy rests with it"
+
+
+def test_a_draft_model_is_asked_within_its_context_and_the_limit_of_the_request():
+    drafter = model_drafter(UNKNOWN, UNKNOWN, longest=20)
+    assert [drafter.wanted(n, 4, 0) for n in (16, 18, 19)] == [4, 2, 1] and drafter.wanted(20, 4, 0) == 0
+    assert model_drafter(UNKNOWN, UNKNOWN, most=2).wanted(5, 4, 0) == 2
+    assert model_drafter(UNKNOWN, UNKNOWN).wanted(5, 0, 0) == 0
+
+
+def test_a_draft_model_that_does_not_pay_is_asked_less_often():
+    drafter, tokens, asked = model_drafter(), 10, []
+    while tokens < 2000:
+        if drafter.wanted(tokens, 4, 0):
+            asked.append(tokens)
+            drafter.learn(1, 0)
+        tokens = max(tokens, drafter.rests_until) + 1
+    assert 5 < len(asked) < 100
+    assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_REST_OF_MODEL + 1
+    for _ in range(9):
+        drafter.learn(1, 1)
+    drafter.learn(9, 0)
+    while drafter.wanted(tokens, 4, 0):
+        drafter.learn(1, 0)
+    assert drafter.rests_until - tokens < 9, "it was right for a while"
+
+
+def test_drafts_of_a_model_follow_the_tokens_that_it_knew():
+    drafter = model_drafter(UNKNOWN, UNKNOWN)
+    drafter.take(3, [7, 8, 9])
+    assert drafter.propose([1, 2, 3], (), 2, 0) == [7, 8] and drafter.propose([1, 2, 3], (), 0, 0) == []
+    assert drafter.propose([1, 2, 3, 4], (), 4, 0) == []
+    assert drafter.propose([1, 2, 3], [5], 4, 0) == [5], "a grammar knows more"
+    assert copy.copy(drafter).propose([1, 2, 3], (), 4, 0) == [], "a branch has other tokens"
+
+
+def test_the_drafts_of_a_step_are_divided_among_the_sequences():
+    scheduler, runner = traffic.make(blocks=64, seqs=12, tokens=64, drafts=3, method="draft_model")
+    for i in range(12):
+        traffic.add(scheduler, i, [1, 2 + i], max_tokens=20)
+        if i in (0, 3, 5, 11):
+            plan = scheduler.schedule()
+            scheduler.commit(plan, runner.step(plan))
+            assert {count for _, count in scheduler.wanted_drafts()} == {min(3, 3 * 4 // (i + 1))}
+    assert len(scheduler.wanted_drafts()) == 12
+
+
+def test_requests_without_drafts_and_prompts_want_none():
+    scheduler, runner = traffic.make(blocks=64, tokens=4, drafts=3, method="draft_model")
+    traffic.add(scheduler, "long", list(range(2, 11)), max_tokens=20)
+    assert scheduler.wanted_drafts() == []
+    for wanted in (0, 0, 1):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, runner.step(plan))
+        assert len(scheduler.wanted_drafts()) == wanted, "the first token of the output comes first"
+    traffic.add(scheduler, "none", [1, 2], max_tokens=20, num_speculative_tokens=0)
+    scheduler.add("beam", [1, 3], BeamSearchParams(beam_width=2, max_tokens=5), seed=0)
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert scheduler.wanted_drafts() == [], "it is in a step in flight"
+        scheduler.commit(plan, runner.step(plan))
+        assert [sequence.request.request_id for sequence, _ in scheduler.wanted_drafts()] == ["long"]
+    scheduler.drafting.stop()
+    assert scheduler.wanted_drafts() == []

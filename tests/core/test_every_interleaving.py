@@ -39,6 +39,7 @@ class Scenario(NamedTuple):
         policy: under "priority" each request goes before all that came earlier.
         depth: how many steps may be in flight.
         drafts: how many drafts a sequence may have in a step.
+        method: where they come from, as in `traffic.make`.
     """
 
     blocks: int
@@ -51,11 +52,13 @@ class Scenario(NamedTuple):
     policy: str = "fcfs"
     depth: int = 2
     drafts: int = 0
+    method: str = "ngram"
 
 
 MODES = "recompute", "swap"
 SMALL = [
     *(Scenario(4, 2, mode, ("one", "fork"), drafts=2) for mode in MODES),
+    Scenario(4, 2, "swap", ("one", "fork"), drafts=2, method="draft_model"),
     *(Scenario(*shape) for shape in itertools.product((2, 3), (1, 2), ("swap",))),
     *(Scenario(*shape) for shape in ((2, 2, "recompute"), (3, 1, "recompute"), (4, 1, "recompute"))),
     Scenario(3, 2, "auto", distinct=True),
@@ -83,7 +86,8 @@ class World:
         self.scheduler, self.runner = traffic.make(
             scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
             host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode, policy=scenario.policy,
-            drafts=scenario.drafts, block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
+            drafts=scenario.drafts, method=scenario.method,
+            block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
         )  # fmt: skip
         self.requests = []
         self.in_flight = deque()
@@ -110,7 +114,7 @@ class World:
             priority = -number if self.scenario.policy == "priority" else 0
             self.requests.append(scheduler.add(str(number), prompt, params, seed=0, priority=priority))
         elif event == "schedule":
-            plan = scheduler.schedule()
+            plan = scheduler.schedule(traffic.of_model(scheduler))
             assert plan is not None or self.in_flight, "there is work, and none of it is scheduled"
             if plan is not None:
                 self.in_flight.append((plan, self.runner.dispatch(plan)))

@@ -39,17 +39,19 @@ class Traffic(stateful.RuleBasedStateMachine):
         tenants=st.sampled_from([[None], ["a", "b"], ["a", "b", None]]),
         overhead=st.sampled_from([0, 2.5, math.inf]),
         drafts=st.sampled_from([0, 1, 3]),
+        method=st.sampled_from(["ngram", "draft_model"]),
         exact=st.booleans(),
     )
     def start(
-        self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts, exact
-    ):
+        self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts,
+        method, exact,
+    ):  # fmt: skip
         self.scheduler, self.runner = traffic.make(
             blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
             preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
-            step_overhead=overhead, drafts=drafts, exact=exact,
+            step_overhead=overhead, drafts=drafts, method=method, exact=exact,
         )  # fmt: skip
-        self.tenants = tenants
+        self.tenants, self.method = tenants, method
         self.requests = []
         self.in_flight = deque()
 
@@ -145,6 +147,7 @@ class Traffic(stateful.RuleBasedStateMachine):
         self.seen["swap"] += self.scheduler.num_swapped_blocks
         self.seen["copy"] += self.runner.num_copies
         self.seen["draft kept"] += self.scheduler.num_kept
+        self.seen["draft of a model kept"] += self.scheduler.num_kept if self.method == "draft_model" else 0
         self.seen["draft dropped"] += self.scheduler.num_drafts - self.scheduler.num_kept
 
 
@@ -158,7 +161,7 @@ def attack(mode: str, **options) -> Counter[str]:
 @pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.deep), "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     wanted = {"copy", "preemption", "abort in a step", "two steps in flight", "some held back"}
-    wanted |= {"draft kept", "draft dropped"}
+    wanted |= {"draft kept", "draft dropped", "draft of a model kept"}
     wanted |= {"swap"} if mode != "recompute" else set()
     seen = attack(mode, max_examples=120)
     if not wanted <= (+seen).keys():  # chance may leave one of them out, but not twice

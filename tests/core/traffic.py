@@ -27,10 +27,7 @@ class Oracle(Drafter):
 
     def propose(self, tokens, forced, most, others):
         rng = random.Random(digests(list(tokens))[-1])
-        drafts: list[int] = []
-        for _ in range(rng.randint(0, most) if most > 0 else 0):
-            seed = self._request.seed + rng.randrange(self._request.num_sequences)
-            drafts.append(next_token([*tokens, *drafts], seed) if rng.random() < 0.75 else rng.randrange(VOCAB))
+        drafts = mostly_right(self._request, tokens, most, rng)
         self.rests_until = 0 if drafts else len(tokens) + rng.randint(0, 3)
         return drafts
 
@@ -39,6 +36,25 @@ class Oracle(Drafter):
 
     def end(self, tokens, num_prompt_tokens):
         assert len(tokens) > num_prompt_tokens
+
+
+def mostly_right(request: Request, tokens: list[int], most: int, rng: random.Random) -> list[int]:
+    """Return at most `most` drafts, of which three in four are the next tokens of one of the request's sequences."""
+    drafts: list[int] = []
+    for _ in range(rng.randint(0, most) if most > 0 else 0):
+        seed = request.seed + rng.randrange(request.num_sequences)
+        drafts.append(next_token([*tokens, *drafts], seed) if rng.random() < 0.75 else rng.randrange(VOCAB))
+    return drafts
+
+
+def of_model(scheduler: Scheduler) -> dict[Sequence, list[int]]:
+    """Return drafts as a draft model would: for each sequence that wants some, or for none."""
+    found = {}
+    for sequence, count in scheduler.wanted_drafts():
+        assert sequence in sequence.request.live and 0 < count < sequence.request.max_length - sequence.num_tokens
+        rng = random.Random(digests(list(sequence.tokens))[-1])
+        found[sequence] = mostly_right(sequence.request, sequence.tokens, count, rng)
+    return found
 
 
 class CheckedScheduler(Scheduler):
@@ -55,8 +71,9 @@ class CheckedScheduler(Scheduler):
 
     def add(self, *args, **options):
         request = super().add(*args, **options)
-        if self._past_outputs is None and request.sequences[0].drafter is not None:
-            request.sequences[0].drafter = Oracle(request)
+        (first,) = request.sequences
+        if first.drafter is not None and self.drafting.past_outputs is None and self.drafting.settings.model is None:
+            first.drafter = Oracle(request)
         self._arrivals_by_epoch.append((self.pool.epoch, request))
         return request
 
@@ -68,7 +85,7 @@ class CheckedScheduler(Scheduler):
         drafts: dict[int, list[int]] = {}
         for index, token in plan.drafts:
             drafts.setdefault(plan.rows[index].row, []).append(token)
-        least = self._speculation.shortest
+        least = self.drafting.settings.shortest
         for row, found in drafts.items():
             sequence = self.rows[row]
             wanted = [*sequence.tokens[-least:], *found]
@@ -76,7 +93,7 @@ class CheckedScheduler(Scheduler):
                 continue
             self.num_from_past += 1
             known = [
-                each.tokens[max(0, each.num_prompt_tokens - self._speculation.longest) :]
+                each.tokens[max(0, each.num_prompt_tokens - self.drafting.settings.longest) :]
                 for epoch, request in self._arrivals_by_epoch
                 if epoch == self.pool.epoch and request.cache_salt == sequence.request.cache_salt
                 for each in request.sequences
@@ -94,10 +111,14 @@ def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
     method="ngram", **options,
 ):  # fmt: skip
-    """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's."""
+    """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
+
+    Those of a draft model are those of `of_model`.
+    """
     pool = BlockPool(blocks, size, enable_prefix_caching=cache)
     host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
-    speculative_config = {"method": method, "num_speculative_tokens": drafts} if drafts else None
+    model = {"model": "any"} if method == "draft_model" else {}
+    speculative_config = {"method": method, "num_speculative_tokens": drafts, **model} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
@@ -105,7 +126,7 @@ def make(
 
 def schedule(scheduler: Scheduler) -> StepPlan | None:
     in_flight = len(scheduler._in_flight)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(of_model(scheduler))
     scheduler.check_invariants()
     if plan is None:
         idle = not scheduler.has_work or (scheduler.holds_new and not scheduler.has_started)
@@ -116,7 +137,7 @@ def schedule(scheduler: Scheduler) -> StepPlan | None:
     assert len(plan.drafts) <= scheduler.limits.max_num_drafts
     assert all(scheduled.num_tokens > 0 for scheduled in plan.rows)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    if scheduler._past_outputs is not None:
+    if scheduler.drafting.past_outputs is not None:
         scheduler.check_origins(plan)
     return plan
 

@@ -149,14 +149,19 @@ def run(
     engine: Engine, requests, *, drafts: bool = True, exact: bool = True, blocks: int = 200, mode: str = "recompute",
     depth: int = 1,
 ):  # fmt: skip
-    """Return tokens, text, endings and logprob bits of the requests on the engine's runner, and the scheduler."""
-    limits = dataclasses.replace(engine.limits, speculative_config=CONFIG if drafts else None, exact=exact)
+    """Return tokens, text, endings and logprob bits of the requests on the engine's runner, and the scheduler.
+
+    The engine's draft model gives drafts if it has one.
+    """
+    config = engine.limits.speculative_config if drafts else None
+    limits = dataclasses.replace(engine.limits, speculative_config=config, exact=exact)
     host = BlockPool(40, 8, enable_prefix_caching=False) if mode == "swap" else None
     scheduler = Scheduler(
         BlockPool(blocks, 8), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS], host_pool=host,
         preemption=mode,
     )  # fmt: skip
-    other = Engine(scheduler, engine.runner, engine.tokenizer, max_in_flight=depth)
+    draft_model = engine._draft_model if drafts else None
+    other = Engine(scheduler, engine.runner, engine.tokenizer, max_in_flight=depth, draft_model=draft_model)
     compiler = other.grammar_compiler()
     added = []
     for i, (prompt, params) in enumerate(requests):

@@ -2,6 +2,7 @@
 
     python benchmarks/engine/speculation.py --model FILE.gguf --out results
     python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama with random parameters
+    python benchmarks/engine/speculation.py --model FILE.gguf --methods draft_model --draft-model OTHER.gguf
     python benchmarks/engine/speculation.py --only edit --streams 1 --rounds 1     the demo model
 
 Workloads: `edit` writes records of the prompt again, whose first one is changed. `json` fills a schema with long fixed
@@ -30,7 +31,9 @@ import numpy as np
 from benchmarks.engine.cpu_serving import CONFIG
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
+from jpaged.config import DRAFT_METHODS, DRAFT_MODEL
 
+MODEL_ITSELF = {"quantization": "int4"}
 TOKENS, CONTEXT, UNCOUNTED = 160, 2048, 2  # of an output, of an engine, and rounds
 PLAIN = "plain"  # the engine without drafts
 COLUMNS = (
@@ -182,7 +185,8 @@ def main() -> int:
     parser.add_argument("--tokenizer", help="that of the model by default; llama needs one of at most 49,152 tokens")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS)
-    parser.add_argument("--methods", nargs="+", choices=("ngram", "suffix"), default=["ngram", "suffix"])
+    parser.add_argument("--methods", nargs="+", choices=tuple(DRAFT_METHODS), default=["ngram", "suffix"])
+    parser.add_argument("--draft-model", help="that of the method draft_model; without it the model itself in 4 bits")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: the method's)")
     parser.add_argument("--rounds", type=int, default=5)
@@ -196,6 +200,8 @@ def main() -> int:
         engines = {PLAIN: LLM(**settings)}
         for method in args.methods:
             config = {"method": method, "num_speculative_tokens": args.drafts}
+            if method == DRAFT_MODEL:
+                config |= {"model": args.draft_model} if args.draft_model else MODEL_ITSELF | {"model": args.model}
             engines[method] = LLM(**settings, speculative_config=config)
         for workload in args.only or WORKLOADS:
             for streams in args.streams:

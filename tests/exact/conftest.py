@@ -12,15 +12,17 @@ from tests.exact.schedules import Ran, Schedule, run
 
 
 class Subject(NamedTuple):
-    """A runner, requests, and their bits alone."""
+    """A runner, requests, and their bits alone. `drafting` is the runner of a draft model, if there is one."""
 
     runner: ModelRunner
     tokenizer: Tokenizer
     asked: list[Asked]
     alone: list[tuple]
+    drafting: ModelRunner | None = None
 
     def run(self, schedule: Schedule, asked: list[Asked] | None = None) -> Ran:
-        return run(self.runner, self.tokenizer, self.asked if asked is None else asked, schedule)
+        asked = self.asked if asked is None else asked
+        return run(self.runner, self.tokenizer, asked, schedule, drafting=self.drafting)
 
     def differing(self, schedule: Schedule, times: int = 1) -> list[int]:
         """Return the numbers of the requests, each asked some times, that lack their bits alone under a schedule."""

@@ -1,5 +1,6 @@
 """The same requests under different schedules, on one runner."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
+from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import ModelRunner
 from tests.exact.asked import Asked, bits
@@ -47,9 +49,12 @@ class Ran(NamedTuple):
 
 def run(
     runner: ModelRunner, tokenizer: Tokenizer | None, asked: Sequence[Asked], schedule: Schedule,
-    *, together: bool = True,
+    *, together: bool = True, drafting: ModelRunner | None = None,
 ) -> Ran:  # fmt: skip
-    """Run requests that are all there at once, or one after the other."""
+    """Run requests that are all there at once, or one after the other.
+
+    `drafting`: the runner of the draft model, if the schedule names one.
+    """
     limits = Limits(
         LENGTH, schedule.seqs, schedule.tokens, BLOCK, speculative_config=schedule.speculative_config,
         exact=schedule.exact,
@@ -59,7 +64,15 @@ def run(
         BlockPool(schedule.blocks, BLOCK, enable_prefix_caching=schedule.caches), limits, vocab_size=runner.vocab_size,
         eos_token_ids=runner.config.eos_token_ids, preemption=schedule.preemption, host_pool=host,
     )  # fmt: skip
-    engine = Engine(scheduler, runner, tokenizer, max_in_flight=2 if schedule.overlaps else 1)
+    draft_model = None
+    if drafting is not None:
+        few = Limits(LENGTH, schedule.seqs, schedule.tokens, BLOCK)
+        draft_model = DraftModel(
+            Engine(Scheduler(BlockPool(BLOCKS, BLOCK), few, vocab_size=runner.vocab_size), drafting)
+        )
+    engine = Engine(
+        scheduler, runner, tokenizer, max_in_flight=2 if schedule.overlaps else 1, draft_model=draft_model
+    )  # fmt: skip
     compiler = engine.grammar_compiler()
     requests = []
     for i, (prompt, params) in enumerate(asked):

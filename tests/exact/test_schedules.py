@@ -9,7 +9,7 @@ from jpaged.config import DRAFTING_SEQS
 from jpaged.runtime import step
 from pallas_kernels import ROW_ORDER
 from tests.exact.asked import KINDS, Asked
-from tests.exact.cases import Case
+from tests.exact.cases import Case, runner_of
 from tests.exact.conftest import SMALL, Subject, subject_of
 from tests.exact.schedules import SEQS, TOKENS, Schedule, run
 from tests.support.kernel_code import optimized
@@ -29,6 +29,7 @@ EVERY = [
 
 # Matches of single tokens, most of which are wrong, and past outputs, most of which are right.
 PROPOSERS = ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"})
+DRAFT_MODEL = {"model": "the model with other weights"}  # the drafting runner of the subject
 
 
 def of_few_blocks(schedule: Schedule, preemption: str) -> Schedule:
@@ -70,7 +71,7 @@ def check_drafts(subject: Subject, proposer: dict, seqs: int, tokens: int, *, ev
     drafted = subject.run(usual, 2 * subject.asked)
     assert drafted.bits == 2 * subject.alone
     kept, dropped = drafted.scheduler.num_kept, drafted.scheduler.num_drafts - drafted.scheduler.num_kept
-    assert (kept if proposer["method"] == "suffix" else dropped) > 0
+    assert (dropped if proposer.get("method") == "ngram" else kept) > 0
     schedules = [of_few_blocks(usual, "swap")]
     if every:
         schedules += [of_few_blocks(usual._replace(exact=True), "recompute"), usual._replace(overlaps=False)]
@@ -133,6 +134,9 @@ def test_a_schedule_changes_no_bit_in_optimized_code(case, as_users_compile, tmp
     check(subject, SEQS, TOKENS)
     for proposer in PROPOSERS:
         check_drafts(subject, proposer, SEQS, TOKENS, every=True)
+    other = case._replace(quantization="fp8" if case.quantization == "int8" else "int8")
+    drafting, _ = runner_of(other, tmp_path, seqs=SEQS, tokens=TOKENS)
+    check_drafts(subject._replace(drafting=drafting), DRAFT_MODEL, SEQS, TOKENS, every=True)
 
 
 def test_a_prompt_that_begins_with_another_request_s_prompt_has_its_bits_alone(llama):

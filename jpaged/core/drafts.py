@@ -13,7 +13,8 @@ from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
 MAX_REST = 16  # tokens without a search for drafts
-FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a draft model, which costs more than a search
+# Tokens without a draft model, which costs more than a search; and the share of its drafts that a trial expects.
+FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL, RATE_OF_MODEL = 3, 127, 0.9
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 4  # that are kept of equal tokens
 
@@ -193,16 +194,20 @@ class Drafter:
 
 
 class ModelDrafter(Drafter):
-    """Drafter of a sequence whose drafts a draft model computes before the step."""
+    """Drafter of a sequence whose drafts a draft model computes before the step.
+
+    At first and after each rest one round is a trial. Its result alone decides whether another one follows.
+    """
 
     def __init__(self, settings: Speculation, costs: DecodeCosts, model: DraftModelLimits, most: int | None = None):
         super().__init__(settings, costs, (), most)
-        self._model, self._rest = model, FIRST_REST_OF_MODEL
+        self._model, self._rest, self._rate, self._is_trial = model, FIRST_REST_OF_MODEL, RATE_OF_MODEL, True
         self._taken: tuple[int, Sequence[int]] = 0, ()  # the number of tokens before the drafts, and the drafts
 
     def __copy__(self) -> "ModelDrafter":
         other = ModelDrafter(self._settings, self._costs, self._model, self._most)
         other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
+        other._is_trial = self._is_trial
         return other
 
     def wanted(self, num_tokens: int, most: int, others: int) -> int:
@@ -218,12 +223,16 @@ class ModelDrafter(Drafter):
         count = self._best(most, others, num_tokens, self._rate)
         if not count:
             self._rest_after(num_tokens, False, MAX_REST_OF_MODEL)
-            self._rate = START_RATE
+            self._rate, self._is_trial = RATE_OF_MODEL, True
         return count
 
     def learn(self, drafts: int, kept: int) -> None:
         """Take note of the drafts of a step that were kept. Rests are short again once more than usual were."""
-        super().learn(drafts, kept)
+        if self._is_trial and kept < drafts:
+            self._rate = kept / (kept + 1)
+        else:
+            super().learn(drafts, kept)
+        self._is_trial = False
         if self._rate > START_RATE:
             self._rest = FIRST_REST_OF_MODEL
 

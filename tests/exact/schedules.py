@@ -66,10 +66,9 @@ def run(
     )  # fmt: skip
     draft_model = None
     if drafting is not None:
-        few = Limits(LENGTH, schedule.seqs, schedule.tokens, BLOCK)
-        draft_model = DraftModel(
-            Engine(Scheduler(BlockPool(BLOCKS, BLOCK), few, vocab_size=runner.vocab_size), drafting)
-        )
+        plain = dataclasses.replace(limits, speculative_config=None, exact=False)
+        theirs = Scheduler(BlockPool(BLOCKS, BLOCK), plain, vocab_size=runner.vocab_size)
+        draft_model = DraftModel(Engine(theirs, drafting))
     engine = Engine(
         scheduler, runner, tokenizer, max_in_flight=2 if schedule.overlaps else 1, draft_model=draft_model
     )  # fmt: skip

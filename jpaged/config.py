@@ -297,8 +297,8 @@ class EngineConfig:
         "the prefix cache, so that neither changes a bit of an output"
     )  # fmt: skip
     speculative_config: Mapping[str, Any] | None = _scheduling(
-        None, "draft tokens from a sequence's own text and its grammar, and with the method suffix from past outputs, "
-        "and compute several in a step; outputs stay the same: "
+        None, "draft tokens from a sequence's own text and its grammar, with the method suffix from past outputs, with "
+        "a model from a draft model, and compute several in a step; outputs stay the same: "
         '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 8, "prompt_lookup_min": 2}',
         by="none", unit="JSON",
     )  # fmt: skip

@@ -18,7 +18,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
 from jpaged.core.drafting import Drafting, Wanted
-from jpaged.core.drafts import ModelDrafter
+from jpaged.core.drafts import UNKNOWN, DecodeCosts, DraftModelLimits, ModelDrafter
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
 from jpaged.core.plan import StepPlan, StepResult
@@ -57,9 +57,10 @@ class Scheduler:
             tokens of a step for several tenants; inf: no limit.
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
-        drafting: the drafts of requests; None: as `limits.speculative_config` sets them, at unknown costs.
+        decode_costs, draft_model: as in `Drafting`.
 
     Attributes:
+        drafting: the drafts of requests.
         holds_new: admit no request for the first time, so that only started requests continue.
         touched: the requests on which the step before the last `recover` may have worked.
         prefix_queries: number of prompt tokens that were looked up in the prefix cache.
@@ -82,14 +83,15 @@ class Scheduler:
         tokens_beside_decodes: int | None = None,
         step_overhead: float = math.inf,
         headroom: int = 0,
-        drafting: Drafting | None = None,
+        decode_costs: DecodeCosts = UNKNOWN,
+        draft_model: DraftModelLimits | None = None,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
         self.eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.step_overhead, self.headroom = step_overhead, headroom
-        self.drafting = drafting or Drafting(limits, pool)
+        self.drafting = Drafting(limits, pool, decode_costs, draft_model)
         self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()

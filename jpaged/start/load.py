@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.drafting import Drafting
 from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
@@ -114,16 +113,16 @@ def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> 
 
 def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimits | None = None) -> Scheduler:
     config, limits, size = setup.resolved.config, setup.resolved.limits, setup.resolved.limits.block_size
+    eos = eos_token_ids(setup.resolved.model, setup.tokenizer)
     pool = BlockPool(measured.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching)
     host_pool = None
     if measured.num_host_blocks:
         host_pool = BlockPool(measured.num_host_blocks, size, enable_prefix_caching=False)
     return Scheduler(
-        pool, limits, vocab_size=setup.resolved.model.vocab_size,
-        eos_token_ids=eos_token_ids(setup.resolved.model, setup.tokenizer), host_pool=host_pool,
+        pool, limits, vocab_size=setup.resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool,
         policy=config.scheduling_policy, preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
-        drafting=Drafting(limits, pool, measured.decode_costs, draft_model),
+        decode_costs=measured.decode_costs, draft_model=draft_model,
     )  # fmt: skip
 
 

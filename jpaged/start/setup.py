@@ -69,6 +69,8 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
     size = config.tensor_parallel_size or 1
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
     setup = _prepare_on(devices, config, tokenizer, chat_template)
+    if config.speculative_config is None:
+        return setup
     return setup._replace(draft_model=_prepare_draft_model(setup, devices, nnodes))
 
 
@@ -177,6 +179,8 @@ def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -
     placement = Placement.on(devices[: config.tensor_parallel_size], module.config)
     defaults = default_sampling(None, config.override_generation_config)
     setup = Setup(resolved, placement, None, find_tokenizer(tokenizer), defaults)
+    if config.speculative_config is None:
+        return setup
     return setup._replace(draft_model=_prepare_draft_model(setup, placement.devices))
 
 

@@ -5,6 +5,7 @@ Checkpoints come from others: reading a FIFO would block, and a link could lead 
 
 import json
 import os
+import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,15 @@ from typing import Any
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20  # of each of its files
 MAX_INDEX_BYTES = 64 * 2**20  # of the index of shards
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split file, as llama-gguf-split writes it
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a split file in GGUF by the name of one; the name itself if it is no part's."""
+    part = PART.fullmatch(name)
+    if part is None:
+        return [name]
+    return [f"{part[1]}-{number:05}-of-{part[3]}.gguf" for number in range(1, int(part[3]) + 1)]
 
 
 def check_file(path: Path, max_bytes: int | None = None, *, root: Path | None = None, field: str = "model") -> None:

@@ -11,13 +11,15 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from gguf.constants import GGMLQuantizationType as Kind
+
+from jpaged.checkpoint_files import part_names
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -146,13 +148,36 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open and check a file. Its data is mapped into memory, and read when it is used.
+    """Open and check a file, or all parts of a split file. Its data is mapped into memory, and read when it is used.
+
+    Args:
+        path: of the file, or of the first part, which has the metadata.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or a part is missing.
         ValueError: it is no regular file, not in GGUF, truncated, or contradicts itself; the message has the path and
             the field or the tensor.
     """
+    first = _open_one(path)
+    count, number = first.number("split.count", 1), first.number("split.no", 0)
+    if count == 1:
+        return first
+    names, tensors = part_names(path.name), dict(first.tensors)
+    if number != 0 or count != len(names):
+        first.fail("split.no", f"name the first part, as NAME-00001-of-{count:05}.gguf; this is part {number + 1}")
+    for number, name in enumerate(names[1:], 1):
+        part = _open_one(path.with_name(name))
+        if (part.number("split.no"), part.number("split.count")) != (number, count):
+            part.fail("split.no", f"must be part {number + 1} of {count}")
+        if twice := tensors.keys() & part.tensors.keys():
+            part.fail(f"tensor {min(twice)}", "occurs in another part, too")
+        tensors |= part.tensors
+    if (total := first.number("split.tensors.count", len(tensors))) != len(tensors):
+        first.fail("split.tensors.count", f"must be the number of tensors in all parts ({len(tensors)}), not {total}")
+    return replace(first, tensors=tensors)
+
+
+def _open_one(path: Path) -> GgufFile:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
             raise ValueError(f"model: {path} must be a regular file, not a FIFO, socket or device")

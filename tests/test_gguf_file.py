@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFValueType as Type
 
 from jpaged import gguf_file
+from jpaged.checkpoint_files import part_names
 from jpaged.gguf_file import open_gguf
 
 UINT32, STRING, ARRAY = Type.UINT32, Type.STRING, Type.ARRAY
@@ -180,3 +181,52 @@ def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(ValueError, match="must be a regular file"):
         open_gguf(tmp_path / "model.gguf")
+
+
+def split_file(folder: Path) -> list[Path]:
+    """Write a file in three parts with the package gguf, and return their paths."""
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama", split_max_tensors=2)
+    writer.add_string("text", "of all")
+    for number in range(5):
+        writer.add_tensor(f"t{number}", np.full((2, 3), number, np.float32))
+    writer.write_header_to_file(folder / "model.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_the_parts_of_a_split_file_are_one_file(tmp_path):
+    parts = split_file(tmp_path)
+    assert [path.name for path in parts] == part_names(parts[1].name) == [f"model-0000{n}-of-00003.gguf" for n in "123"]
+    file = open_gguf(parts[0])
+    assert file.text("text") == "of all" and file.kinds == {"F32": 5 * 24}
+    found = {name: each.data.view(np.float32)[0].tolist() for name, each in file.tensors.items()}
+    assert found == {f"t{n}": [n, n, n] for n in range(5)}
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path):
+    parts = split_file(tmp_path)
+    with pytest.raises(ValueError, match=r"split.no: name the first part, as NAME-00001-of-00003.gguf; this is part 2"):
+        open_gguf(parts[1])
+    renamed = parts[0].with_name("model.gguf")
+    renamed.write_bytes(parts[0].read_bytes())
+    with pytest.raises(ValueError, match=r"model.gguf: split.no: name the first part"):
+        open_gguf(renamed)
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match=r"00002-of-00003.gguf: split.no: must be part 2 of 3"):
+        open_gguf(parts[0])
+    parts[1].write_bytes(second.replace(b"t2", b"t0"))
+    with pytest.raises(ValueError, match=r"00002-of-00003.gguf: tensor t0: occurs in another part, too"):
+        open_gguf(parts[0])
+    parts[1].write_bytes(second)
+    first = parts[0].read_bytes()
+    total = first.index(b"split.tensors.count") + len("split.tensors.count") + 4
+    parts[0].write_bytes(first[:total] + struct.pack("<i", 6) + first[total + 4 :])
+    with pytest.raises(ValueError, match=r"split.tensors.count: must be the number of tensors in all parts .5., not 6"):
+        open_gguf(parts[0])
+    parts[0].write_bytes(first)
+    parts[2].unlink()
+    with pytest.raises(OSError, match="00003-of-00003"):
+        open_gguf(parts[0])

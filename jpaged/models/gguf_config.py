@@ -48,8 +48,6 @@ def hf_of(file: GgufFile) -> Hf:
     """Return the content of a config.json for a file. Raises ValueError with the file and the field."""
     if file.architecture not in ARCHITECTURES:
         file.fail("general.architecture", f"{file.architecture:.100} is not supported; supported: {SUPPORTED}")
-    if (count := file.number("split.count", 1)) > 1:
-        file.fail("split.count", f"must be 1, not {count}: merge the parts of the model (llama-gguf-split --merge)")
     hf = _common(file)
     if (rope := _rope(file, hf)) is not None:
         hf["rope_scaling"] = rope

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jpaged.checkpoint_files import check_file
+from jpaged.checkpoint_files import check_file, part_names
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.config_file import CONFIG
 
@@ -45,13 +45,13 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _only_gguf(directory: Path) -> Path:
-    """Return the only file in GGUF of a directory; the directory itself if it has none.
+    """Return the only file in GGUF of a directory, or the first of its parts; the directory itself if it has none.
 
     Raises:
         ValueError: there are several, or the file is a link out of the directory.
     """
     files = sorted(directory.glob("*.gguf"))
-    if len(files) > 1:
+    if len(files) > 1 and [file.name for file in files] != part_names(files[0].name):
         names = ", ".join(file.name for file in files[:10])
         raise ValueError(f"model: {directory} has {len(files)} files in GGUF, {names}; name the file")
     for file in files:

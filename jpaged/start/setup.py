@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jpaged.chat import check_template
+from jpaged.checkpoint_files import part_names
 from jpaged.config import GGUF, EngineConfig
 from jpaged.core.params import SamplingParams
 from jpaged.gguf_file import open_gguf
@@ -289,7 +290,8 @@ def find_model(name: str, *, revision: str | None = None, weights: bool = True) 
 
     try:
         if on_hub := FILE_ON_HUB.fullmatch(name):
-            return Path(hf_hub_download(on_hub[1], on_hub[2], revision=revision))
+            paths = [hf_hub_download(on_hub[1], name, revision=revision) for name in part_names(on_hub[2])]
+            return Path(paths[0])
         patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES))
     except Exception as error:  # the hub's library has a dozen ways to say no

@@ -52,6 +52,18 @@ def test_a_file_on_the_hub_is_downloaded_alone(folder, monkeypatch):
         assert asked.pop() == ((name.partition(":")[0], file), {"revision": "main"})
 
 
+def test_all_parts_of_a_split_file_are_found_and_downloaded(tmp_path, monkeypatch):
+    names = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert find_model(str(tmp_path)) == tmp_path / names[0]
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda org, name, revision: asked.append(name) or str(tmp_path / name)
+    )
+    assert find_model(f"org/some-model:{names[0]}") == tmp_path / names[0] and asked == names
+
+
 @pytest.mark.parametrize(
     "name, message",
     [

@@ -4,49 +4,27 @@ import dataclasses
 
 import pytest
 
-from jpaged.config import EngineConfig
 from jpaged.core.commands import ResetPrefixCache, Sleep, UpdateParams, WakeUp
-from jpaged.core.drafting import Drafting
 from jpaged.core.params import SamplingParams
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine
-from jpaged.start.load import load_engine
 from jpaged.start.setup import prepare
 from tests.core import traffic
+from tests.engine.conftest import drafting_config, drafts_of
 from tests.engine.test_drafts import STORY, TOKENIZER, mixed, run
 from tests.support import checkpoints, models
-from tests.support.few_shapes import few_shapes
 
 pytestmark = pytest.mark.slow
 
 
-def config_of(directory, **settings) -> EngineConfig:
-    settings = dict(
-        model=str(directory), max_num_seqs=8, max_num_batched_tokens=48, max_model_len=160, block_size=8,
-        num_gpu_blocks_override=200, speculative_config=_drafts(directory),
-    ) | settings  # fmt: skip
-    return EngineConfig(**settings)
+@pytest.fixture
+def engine(with_draft_model) -> Engine:
+    return with_draft_model
 
 
-def _drafts(directory, **settings) -> dict:
-    return {"model": str(directory), "quantization": "int8", "num_speculative_tokens": 3} | settings
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
-    models.write_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def engine(directory) -> Engine:
-    """An engine whose draft model is the model itself in 8 bits, which is right in most places, at unknown costs."""
-    with few_shapes():
-        engine = load_engine(config_of(directory), progress=False).engine
-    engine.scheduler.drafting = Drafting(engine.limits, engine.scheduler.pool)
-    return engine
+@pytest.fixture
+def directory(characters):
+    return characters
 
 
 def drafting(engine: Engine) -> Engine:
@@ -150,7 +128,7 @@ def test_an_engine_goes_on_without_a_draft_model_that_fails(directory, engine, m
         broken.abort(name)
 
 
-def test_where_its_pool_is_full_some_sequences_have_no_drafts(engine, monkeypatch):
+def test_where_its_pool_is_full_some_sequences_have_nodrafts_of(engine, monkeypatch):
     requests = [(STORY * 3, SamplingParams(max_tokens=30, temperature=0, seed=i)) for i in range(6)]
     expected, _ = run(engine, requests, drafts=False)
     small, _ = traffic.make(blocks=9, size=8, seqs=8, tokens=48, length=160)
@@ -202,7 +180,7 @@ def test_an_abort_leaves_nothing_of_it(engine):
 
 def test_a_draft_model_needs_the_tokens_of_the_model(directory, tmp_path):
     checkpoints.write(tmp_path, models.TINY | {"vocab_size": models.VOCAB + 8}, generation={"eos_token_id": 0})
-    config = config_of(directory, speculative_config=_drafts(tmp_path))
+    config = drafting_config(directory, speculative_config=drafts_of(tmp_path))
     with pytest.raises(ValueError, match=r"speculative_config.model: .* must have the tokens of the model"):
         prepare(config)
     models.write_tokenizer(tmp_path)  # a vocabulary that is only padded
@@ -216,13 +194,13 @@ def test_errors_of_a_draft_model_name_the_setting(directory):
         ({"revision": "v1"}, "speculative_config: the draft model: revision: only a hub id has revisions"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(config_of(directory, speculative_config=_drafts(directory, **settings)))
+            prepare(drafting_config(directory, speculative_config=drafts_of(directory, **settings)))
 
 
 def test_a_draft_model_has_a_shorter_context_and_fewer_sequences(directory):
-    setup = prepare(config_of(directory, max_model_len=None, speculative_config=_drafts(directory)))
+    setup = prepare(drafting_config(directory, max_model_len=None, speculative_config=drafts_of(directory)))
     limits = setup.draft_model.resolved.limits
     assert limits.max_model_len == setup.resolved.limits.max_model_len
     assert limits.max_num_seqs == 8 and limits.block_size == 8 and limits.speculative_config is None
-    few = prepare(config_of(directory, speculative_config=_drafts(directory, num_speculative_tokens=1)))
+    few = prepare(drafting_config(directory, speculative_config=drafts_of(directory, num_speculative_tokens=1)))
     assert few.draft_model.resolved.limits.max_num_seqs == 4, "a step has room for four drafts"

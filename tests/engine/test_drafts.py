@@ -7,7 +7,7 @@ import operator
 import numpy as np
 import pytest
 
-from jpaged.config import EngineConfig, Limits
+from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.commands import ResetPrefixCache, UpdateParams
 from jpaged.core.params import SamplingParams, StructuredOutputsParams
@@ -16,11 +16,9 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.engine.output import request_output
 from jpaged.serving.metrics import Metrics
-from jpaged.start.load import load_engine
 from jpaged.tokenizer import Vocabulary
 from tests.core import traffic
-from tests.support import checkpoints, models
-from tests.support.few_shapes import few_shapes
+from tests.support import models
 
 TOKENIZER = models.byte_tokenizer()
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3}
@@ -132,17 +130,11 @@ def test_metrics_count_drafts_under_vllms_names():
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """An engine with drafts, of a model whose tokens are characters."""
-    directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
-    models.write_tokenizer(directory)
-    config = EngineConfig(
-        model=str(directory), max_num_seqs=8, max_num_batched_tokens=48, max_model_len=160, block_size=8,
-        num_gpu_blocks_override=200, speculative_config=CONFIG,
-    )  # fmt: skip
-    with few_shapes():
-        return load_engine(config, progress=False).engine
+def engine(with_draft_model) -> Engine:
+    """An engine with drafts from texts, of a model whose tokens are characters."""
+    limits = dataclasses.replace(with_draft_model.limits, speculative_config=CONFIG)
+    scheduler = Scheduler(BlockPool(200, 8), limits, vocab_size=models.VOCAB, eos_token_ids=[models.EOS])
+    return Engine(scheduler, with_draft_model.runner, with_draft_model.tokenizer, max_in_flight=2)
 
 
 def run(

@@ -105,8 +105,7 @@ def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> 
     """
     resolved, config = setup.resolved, setup.resolved.config
     runner = place(load_checkpoint(setup, progress=progress), setup)
-    share = runner.blocks.block_bytes / (runner.blocks.block_bytes + beside.blocks.block_bytes)
-    measured = measure(runner, resolved, share=share, progress=progress)
+    measured = measure(runner, resolved, beside=beside.blocks.block_bytes, progress=progress)
     engine = Engine(_scheduler_of(setup, measured), runner, max_in_flight=2 if config.async_scheduling else 1)
     return DraftModel(engine), DraftModelLimits(resolved.limits.max_model_len, measured.decode_costs)
 

@@ -61,19 +61,19 @@ class Measured(NamedTuple):
     decode_costs: DecodeCosts
 
 
-def measure(runner: ModelRunner, resolved: Resolved, *, share: float = 1.0, progress: bool = True) -> Measured:
+def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progress: bool = True) -> Measured:
     """Allocate a runner's KV pool, compile its steps, and measure them.
 
     All processes that share the devices call it, and run the same programs in the same order.
 
     Args:
-        share: part of the free memory that the pool may take.
+        beside: bytes of a block of another pool that will be allocated later.
         progress: show a progress bar on stderr instead of lines in the log.
 
     Raises:
         ValueError: there is no memory for the pool, or for a step beside it.
     """
-    allocate(runner, resolved, share)
+    allocate(runner, resolved, beside)
     config, limits, platform = resolved.config, resolved.limits, resolved.device.platform
     ladders = runner.shapes.buckets.all
     costs: StepCosts = {}

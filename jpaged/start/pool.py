@@ -22,14 +22,14 @@ from pallas_kernels import Kernels
 logger = logging.getLogger(__name__)
 
 
-def allocate(runner: ModelRunner, resolved: Resolved, share: float = 1.0) -> None:
+def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     """Allocate a runner's KV pool: of the size that the config sets, else the largest that leaves room for steps.
 
     All processes that share the devices call it, and get the same number of blocks.
 
     Args:
-        share: part of the memory that it may take, where another pool will take the rest. It then has at most as many
-            blocks as could ever be used.
+        beside: bytes of a block of another pool that will be allocated later: the memory is enough for as many of its
+            blocks. This pool then has at most as many blocks as could ever be used.
 
     Raises:
         ValueError: the pool does not fit, or has fewer blocks than there are sequences.
@@ -42,9 +42,10 @@ def allocate(runner: ModelRunner, resolved: Resolved, share: float = 1.0) -> Non
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
     if num_blocks is None:
         moved_bytes = 2 * TRANSFERS[-1] * blocks.block_bytes if num_host_blocks else 0
-        num_blocks = fill_memory(runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes)
-        if share < 1:
-            num_blocks = min(max(1, int(share * num_blocks)), wanted)
+        num_blocks = fill_memory(
+            runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes, beside=beside
+        )  # fmt: skip
+        num_blocks = min(num_blocks, wanted) if beside else num_blocks
         if resolved.device.platform != "cpu":
             reason = sized_by = "gpu_memory_utilization"
         else:
@@ -74,7 +75,9 @@ def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype
         check_num_blocks(limits, num_blocks)
 
 
-def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_bytes: int) -> int:
+def fill_memory(
+    runner: ModelRunner, utilization: float, *, wanted: int, moved_bytes: int, beside: int = 0
+) -> int:  # fmt: skip
     """Return the number of blocks that fit into every device's memory with the temporaries of the largest steps.
 
     The steps are compiled as the warm-up will need them. Sampling does not depend on the pool, and usually needs more
@@ -83,8 +86,9 @@ def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_b
     Args:
         wanted: maximum number of blocks that could ever be used; it limits only the pool on a CPU.
         moved_bytes: bytes that swapping needs.
+        beside: as in `allocate`.
     """
-    placement, block_bytes = runner.placement, runner.blocks.block_bytes
+    placement, block_bytes = runner.placement, runner.blocks.block_bytes + beside
     stats = [device.memory_stats() for device in placement.local_devices]
     if not all(each and "bytes_limit" in each for each in stats):
         return _least(cpu_num_blocks(wanted, block_bytes * len(stats)), placement)
@@ -99,10 +103,10 @@ def fill_memory(runner: ModelRunner, utilization: float, *, wanted: int, moved_b
         )  # fmt: skip
 
     logger.info("compiling the largest steps, to measure the memory that they leave for the KV pool")
-    beside = max(moved_bytes, sampling_temporaries(runner))
-    num_blocks = _least(fitting(beside), placement)  # XLA's autotuning expects the same shapes in all processes
+    outside = max(moved_bytes, sampling_temporaries(runner))
+    num_blocks = _least(fitting(outside), placement)  # XLA's autotuning expects the same shapes in all processes
     inside = model_temporaries(runner, num_blocks)
-    return _least(num_blocks if inside <= beside else fitting(inside), placement)
+    return _least(num_blocks if inside <= outside else fitting(inside), placement)
 
 
 def _least(number: int, placement: Placement) -> int:

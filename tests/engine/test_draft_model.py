@@ -8,6 +8,7 @@ from jpaged.core.commands import ResetPrefixCache, Sleep, UpdateParams, WakeUp
 from jpaged.core.params import SamplingParams
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine
+from jpaged.start import pool
 from jpaged.start.setup import prepare
 from tests.core import traffic
 from tests.engine.conftest import drafting_config, drafts_of
@@ -158,10 +159,10 @@ def test_it_sleeps_wakes_and_forgets_with_the_engine(engine):
     engine.control(WakeUp())
     found, scheduler = run(engine, mixed()[:2])
     assert found == expected and scheduler.num_kept > 0
-    pool = drafting(engine).scheduler.pool
-    epoch = pool.epoch
+    theirs = drafting(engine).scheduler.pool
+    epoch = theirs.epoch
     engine.control(ResetPrefixCache())
-    assert pool.epoch > epoch
+    assert theirs.epoch > epoch
 
 
 def test_an_abort_leaves_nothing_of_it(engine):
@@ -204,3 +205,13 @@ def test_a_draft_model_has_a_shorter_context_and_fewer_sequences(directory):
     assert limits.max_num_seqs == 8 and limits.block_size == 8 and limits.speculative_config is None
     few = prepare(drafting_config(directory, speculative_config=drafts_of(directory, num_speculative_tokens=1)))
     assert few.draft_model.resolved.limits.max_num_seqs == 4, "a step has room for four drafts"
+
+
+def test_both_pools_share_the_memory(engine, monkeypatch):
+    """The draft model's has room for all its sequences, or as many blocks as the other one will have."""
+    runner, block = drafting(engine).runner, 2**20
+    beside = engine.runner.blocks.block_bytes
+    assert pool.fill_memory(runner, 0.9, wanted=40, moved_bytes=0, beside=beside) == 40
+    monkeypatch.setattr(pool.os, "sysconf", lambda name: block if name == "SC_PAGE_SIZE" else 4)
+    expected = block // (runner.blocks.block_bytes + beside)
+    assert pool.fill_memory(runner, 0.9, wanted=10**6, moved_bytes=0, beside=beside) == expected > 0

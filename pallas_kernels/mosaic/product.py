@@ -15,7 +15,7 @@ from pallas_kernels.mosaic.support import num_sms
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.transforms import no_vmap, with_derivatives
 from pallas_kernels.tuning import MosaicProduct
-from pallas_kernels.weights import PACKED, Weight
+from pallas_kernels.weights import PACKED, Format, Weight
 
 NUMBERS = ("int8", "float8_e4m3fn", "uint8")  # dtypes of weights besides that of the rows
 INPUTS = 64  # a number of inputs is a multiple
@@ -52,19 +52,25 @@ def _multiply(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOpti
 
 def unsupported_product(x_ti: jax.Array, weights: Sequence[Weight], *, gated: bool = False) -> str | None:
     """Return the reason why the kernel can't multiply rows by some weights; None if it can."""
-    if x_ti.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"rows are {x_ti.dtype}, expected bfloat16 or float16"
     for weight in weights:
-        (outputs, inputs), dtype = weight.shape, weight.values.dtype
-        group, least = weight.format.group or INPUTS, PACKED if weight.is_packed else PACKED // 2
-        if group % least or (DEPTHS[0] % group and group % DEPTHS[0]):
-            return f"groups have {group} inputs, expected a multiple of {least} and a part or multiple of {DEPTHS[0]}"
-        if dtype != x_ti.dtype and (dtype not in NUMBERS or (dtype == "float8_e4m3fn" and x_ti.dtype != jnp.bfloat16)):
-            return f"weights are {dtype} and rows {x_ti.dtype}"
-        if 0 in (len(x_ti), outputs) or outputs % OUTPUTS or inputs % INPUTS:
-            return f"a weight has {outputs} outputs and {inputs} inputs, expected multiples of {OUTPUTS} and {INPUTS}"
+        if reason := unsupported_weight(weight.format, weight.shape, str(x_ti.dtype)):
+            return reason
     forms = {(weight.format, weight.bias is None) for weight in weights}
-    return "a gate has weights of two forms" if gated and len(forms) > 1 else None
+    return "a gate has weights of two forms" if gated and len(forms) > 1 else None if len(x_ti) else "there are no rows"
+
+
+def unsupported_weight(form: Format, shape: tuple[int, int], dtype: str) -> str | None:
+    """Return the reason why the kernel can't multiply rows in a dtype by a weight [O, I] in a form; None if it can."""
+    (outputs, inputs), group, least = shape, form.group or INPUTS, PACKED if form.is_packed else PACKED // 2
+    if dtype not in ("bfloat16", "float16"):
+        return f"rows are {dtype}, expected bfloat16 or float16"
+    if group % least or (DEPTHS[0] % group and group % DEPTHS[0]):
+        return f"groups have {group} inputs, expected a multiple of {least} and a part or multiple of {DEPTHS[0]}"
+    if form.dtype != dtype and (form.dtype not in NUMBERS or (form.dtype == "float8_e4m3fn" and dtype != "bfloat16")):
+        return f"weights are {form.dtype} and rows {dtype}"
+    if not outputs or outputs % OUTPUTS or inputs % INPUTS:
+        return f"a weight has {outputs} outputs and {inputs} inputs, expected multiples of {OUTPUTS} and {INPUTS}"
+    return None
 
 
 class ExpertRows(NamedTuple):

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import func
 
 from benchmarks.shared.deviceless import abstract
 from benchmarks.shared.gpus import H200
-from pallas_kernels import Weight, mosaic, reference
+from pallas_kernels import Weight, mosaic, reference, takes_weight
 from pallas_kernels.mosaic import matmul, numbers
 from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import Format, unpack
@@ -352,6 +352,7 @@ def test_other_products_are_the_references(rows, form, shape, reason, monkeypatc
     monkeypatch.setattr(product_module, "launch", lambda *args, **options: pytest.fail("launched"))
     x_ti, weight = x_of(3, shape[1], rows), weight_in((FORMS | OTHERS)[form], *shape)
     assert reason in product_module.unsupported_product(x_ti, (weight,))
+    assert not takes_weight(weight.format, weight.shape, rows)
     np.testing.assert_array_equal(product(x_ti, weight), ops_of(reference).product(x_ti, weight))
 
 

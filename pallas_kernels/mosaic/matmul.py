@@ -128,11 +128,14 @@ class Ring(NamedTuple):
         converts = jnp.dtype(form.dtype) != self.x.dtype
         of_each = len(self.factors) // len(self.values)
 
-        def converted_tile(weight: int, stage: jax.Array, i: jax.Array) -> jax.Array:
+        def multiply_converted(acc: Ref, weight: int, stage: jax.Array, i: jax.Array) -> None:
             refs = self.factors[weight * of_each : (weight + 1) * of_each]
             firsts = [first_in(ref.shape[2], start + i * depth, depth, form.group or depth) for ref in refs]
             factors = [Groups(ref.at[stage, own], first) for ref, first in zip(refs, firsts, strict=True)]
-            return converted(self.values[weight].at[stage, own], form, self.x.dtype, factors)
+            pieces = converted(self.values[weight].at[stage, own], form, self.x.dtype, factors)
+            for at, piece in pieces:
+                plgpu.wgmma(acc, piece, self.x.at[stage, :, pl.ds(at, piece.shape[1])].T)
+                plgpu.wgmma_wait(0)
 
         def scoped(*accs: Ref) -> list[jax.Array]:
             @pl.loop(0, depths)
@@ -141,8 +144,7 @@ class Ring(NamedTuple):
                 plgpu.barrier_wait(self.full.at[stage])
                 for weight, acc in enumerate(accs):
                     if converts:
-                        plgpu.wgmma(acc, converted_tile(weight, stage, i), self.x.at[stage].T)
-                        plgpu.wgmma_wait(0)
+                        multiply_converted(acc, weight, stage, i)
                     else:
                         plgpu.wgmma(acc, self.values[weight].at[stage, own], self.x.at[stage].T)
                 if converts:
@@ -222,12 +224,16 @@ def _kernel(
         def tile(step: jax.Array, filled: jax.Array) -> jax.Array:
             part, row_tile, output = work(step)
             several = parts // separate
-            sums: list[jax.Array] = []
-            for n in range(several):
+
+            def of_part(n: jax.Array | int) -> list[jax.Array]:
                 start = (part * several + n) * depths * cut.depth
-                more = ring.sums(own, depths, filled, start, form)
-                sums = [a + b for a, b in zip(sums, more, strict=True)] if sums else more
-                filled += depths
+                return ring.sums(own, depths, filled + n * depths, start, form)
+
+            def add_part(n: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+                return [a + b for a, b in zip(sums, of_part(n), strict=True)]
+
+            sums = lax.fori_loop(1, several, add_part, of_part(0)) if several > 1 else of_part(0)
+            filled += several * depths
             columns = pl.ds(pl.multiple_of(output + wg * OUTPUTS, OUTPUTS), OUTPUTS)
             y = finished(sums, (expert(row_tile), columns)).astype(y_smem.dtype)
             size = y_smem.shape[1]

@@ -5,7 +5,7 @@ minimum + 8 scale, is small. Scales and these sums are rounded to the rows' dtyp
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,10 @@ from pallas_kernels.options import Ref
 from pallas_kernels.weights import MIDDLE, PACKED, Format
 
 BITS = ("float8_e4m3fn", "uint8")  # dtypes that the kernel reads as int8
+PIECE = 128  # inputs of a weight with groups that are converted at once
 COPY_BYTES = 16  # of the shortest row that TMA copies
 WGMMA = plgpu.Layout.WGMMA
+COLUMN = WGMMA.reduce(1)
 # By dtype: bits of a float that is this number, plus a small integer in its last bits.
 PATTERNS = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
 
@@ -57,8 +59,10 @@ def first_in(groups: int, start: jax.Array, depth: int, group: int) -> jax.Array
     return 0 if groups * group == depth else lax.rem(lax.div(start, group), groups)
 
 
-def converted(tile: Ref, form: Format, dtype: Any, factors: Sequence[Groups]) -> jax.Array:
-    """Return a tile of a weight [64, depth] in the rows' dtype.
+def converted(tile: Ref, form: Format, dtype: Any, factors: Sequence[Groups]) -> Iterator[tuple[int, jax.Array]]:
+    """Yield pieces [64, inputs] of a tile of a weight [64, depth] in the rows' dtype, each with its first input.
+
+    The next piece is converted after the caller has used one: registers are few.
 
     Args:
         tile: its numbers [64, depth] int8, or [64, depth/2] if they are packed; those of fp8 are given by their bits.
@@ -67,18 +71,21 @@ def converted(tile: Ref, form: Format, dtype: Any, factors: Sequence[Groups]) ->
     numbers = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)  # 4 neighbours in each thread
     numbers = plgpu.layout_cast(numbers, WGMMA)
     if not factors:
-        return _floats(numbers, form, dtype)
-    assert form.group is not None
+        yield 0, _floats(numbers, form, dtype)
+        return
     packing = 1 + form.is_packed
     depth = tile.shape[1] * packing
-    width = PACKED if form.is_packed else min(form.group, depth)
-    scales_go, added_go = _factors(factors, form, dtype, max(1, depth // form.group))
-    pieces = []
-    for at in range(0, depth, width):
-        piece = _floats(numbers[:, at // packing : (at + width) // packing], form, dtype)
-        piece = piece * _columns(scales_go[at // form.group], piece.shape)
-        pieces.append(piece if added_go is None else piece + _columns(added_go[at // form.group], piece.shape))
-    return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+    group = form.group or depth
+    width = PACKED if form.is_packed else min(group, PIECE, depth)
+    scales_go, added_go = _factors(factors, form, dtype, max(1, depth // group))
+
+    def scaled(at: int) -> jax.Array:
+        floats = _floats(numbers[:, at // packing : (at + width) // packing], form, dtype)
+        floats = floats * _columns(scales_go[at // group], floats.shape)
+        return floats if added_go is None else floats + _columns(added_go[at // group], floats.shape)
+
+    for start in range(0, depth, PIECE):
+        yield start, jnp.concatenate([scaled(at) for at in range(start, min(start + PIECE, depth), width)], axis=1)
 
 
 def _floats(numbers: jax.Array, form: Format, dtype: Any) -> jax.Array:
@@ -129,10 +136,10 @@ def unpack_registers(_: Any, numbers: Any, *, pattern: int) -> Any:
 
 def _factors(factors: Sequence[Groups], form: Format, dtype: Any, groups: int) -> tuple[jax.Array, jax.Array | None]:
     """Return the scales of a tile's groups and what is added to the scaled numbers, [groups, 64] each."""
-    scales, *minima = (
-        plgpu.load(ref.at[:, pl.ds(first, groups)].T, layout=WGMMA.reduce(1), optimized=False).astype(jnp.float32)
-        for ref, first in factors
-    )
+    exact = [plgpu.load(ref.at[:, pl.ds(first, groups)].T, layout=COLUMN, optimized=False) for ref, first in factors]
+    if groups == 1:  # Mosaic can take a row of several only
+        exact = [jnp.concatenate([row, row]) for row in exact]
+    scales, *minima = (each.astype(jnp.float32) for each in exact)
     added = [each + MIDDLE * scales if form.is_packed else each for each in minima]
     return scales.astype(dtype), added[0].astype(dtype) if added else None
 

@@ -144,7 +144,8 @@ def cut_of(rows: int, weights: Sequence[Weight], dtype: Any, parts: int) -> Mosa
         of_output = depth * jnp.dtype(form.dtype).itemsize // (1 + form.is_packed) + factor_bytes(depth, form)
         return int(OUTPUTS * warpgroups * len(weights) * of_output + depth * size * jnp.dtype(dtype).itemsize)
 
-    deep = size <= (64 if form.is_packed else 32)  # a loop of fewer steps
+    # Conversions take fewer steps of the loop, where two thread blocks leave enough registers.
+    deep = (size <= 16 or (form.is_packed and size == 64)) if form.group else size <= 32
     deepest = INPUTS if size > 64 else 4 * INPUTS if converts and deep else 2 * INPUTS
     for depth in DEPTHS:
         stages = min(MAX_STAGES, (MEMORY // blocks_per_sm - result) // stage_bytes(depth))

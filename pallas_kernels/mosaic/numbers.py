@@ -5,18 +5,18 @@ minimum + 8 scale, is small. Scales and these sums are rounded to the rows' dtyp
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.options import Ref
 from pallas_kernels.weights import MIDDLE, PACKED, Format
@@ -123,8 +123,8 @@ def unpack_registers(_: Any, numbers: Any, *, pattern: int) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     float_type = ir.BF16Type.get() if pattern == PATTERNS["bfloat16"][0] else ir.F16Type.get()
     one_word, two_floats = ir.VectorType.get((1,), i32), ir.VectorType.get((2,), float_type)
-    floats = np.empty(numbers.layout.registers_shape((numbers.shape[0], 2 * numbers.shape[1])), object)
-    for row, pair, *rest in np.ndindex(numbers.registers[:, ::2].shape):
+    floats = numbers.registers.repeat(2, axis=1)  # all are replaced
+    for row, pair, *rest in itertools.product(*map(range, numbers.registers[:, ::2].shape)):
         first, second = (numbers.registers[row, 2 * pair + i, *rest] for i in range(2))
         word = vector.extract(vector.bitcast(one_word, vector.shuffle(first, second, [0, 2, 1, 3])), [], [0])
         for i, shift in enumerate((0, 8, 4, 12)):

@@ -1,8 +1,8 @@
 """Products of rows with weights (Mosaic GPU, Hopper).
 
 Operands are swapped, Y^T = W X^T: outputs are wgmma's M, and rows, of which a decode step has few, are its N. A weight
-therefore crosses shared memory once for all rows of a tile, and numbers of 8 bits are converted in registers, which may
-be wgmma's left operand.
+therefore crosses shared memory once for all rows of a tile, and numbers of 8 and 4 bits are converted in registers,
+which may be wgmma's left operand.
 
 A fixed number of thread blocks walk the tiles of the result. In each, one warpgroup copies, running ahead over the ends
 of tiles, and the others compute 64 outputs each. The inputs of a weight are cut into parts, whose sums are added in
@@ -132,8 +132,7 @@ class Ring(NamedTuple):
             refs = self.factors[weight * of_each : (weight + 1) * of_each]
             firsts = [first_in(ref.shape[2], start + i * depth, depth, form.group or depth) for ref in refs]
             factors = [Groups(ref.at[stage, own], first) for ref, first in zip(refs, firsts, strict=True)]
-            pieces = converted(self.values[weight].at[stage, own], form, self.x.dtype, factors)
-            for at, piece in pieces:
+            for at, piece in converted(self.values[weight].at[stage, own], form, self.x.dtype, factors):
                 plgpu.wgmma(acc, piece, self.x.at[stage, :, pl.ds(at, piece.shape[1])].T)
                 plgpu.wgmma_wait(0)
 

@@ -12,7 +12,15 @@ A pool holds one layer's keys or values: [P, K, B, H]. A block table maps a sequ
 pool; a slot is `block_id * B + offset`.
 """
 
-from pallas_kernels.dispatch import REFERENCE, Kernels, compute_capability, has_products, select, select_for
+from pallas_kernels.dispatch import (
+    REFERENCE,
+    Kernels,
+    compute_capability,
+    has_products,
+    select,
+    select_for,
+    takes_weight,
+)
 from pallas_kernels.ops import Ops, load
 from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
@@ -41,5 +49,6 @@ __all__ = [
     "rotate",
     "select",
     "select_for",
+    "takes_weight",
     "write_kv",
 ]

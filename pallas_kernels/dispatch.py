@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import checks, ops, reference, rows, toolchain, tuning
 from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import FAILED, TESTS, UNTESTED, Result, SelfTest, Subject
+from pallas_kernels.weights import Format
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,12 @@ def has_products(name: str, platform: str, capability: float | None, dtype: str)
     program = PROGRAMS["mosaic"]
     fits = platform in program.platforms and program.low <= (capability or 0) < program.high
     return fits and name in ("auto", "mosaic") and dtype in ("bfloat16", "float16")
+
+
+def takes_weight(form: Format, shape: tuple[int, ...], dtype: str) -> bool:
+    """Return whether the products of `has_products` take rows in a dtype and a weight [O, I] or [E, O, I] in a form."""
+    product = importlib.import_module("pallas_kernels.mosaic.product")  # it brings jax's GPU lowering with it
+    return product.unsupported_weight(form, shape[-2:], dtype) is None
 
 
 def _read(model: Any, *names: str, default: Any = None) -> Any:

@@ -40,6 +40,7 @@ TESTS = {
     "ragged_paged_attention": "ragged_paged_attention",
     "product": "product",
     "product of experts": "product",
+    "product of 4 bits": "product",
 }
 PASSED, FAILED, UNTESTED = "passed", "failed", "untested"
 

@@ -27,7 +27,7 @@ from pallas_kernels import dispatch, ops
 from pallas_kernels.checks import FP8
 from pallas_kernels.ops import Ops
 from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
-from pallas_kernels.weights import Weight
+from pallas_kernels.weights import MIDDLE, PACKED, Weight, pack
 
 NUM_TOKENS = 37  # of a write
 # The edges of blocks, of tiles (64, 128) and of splits (512), and a padding row.
@@ -98,6 +98,7 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], OpTest]]:
         "ragged_paged_attention": lambda: _attention(subject, Q_LENS),
         "product": lambda: _product(subject, None),
         "product of experts": lambda: _product(subject, EXPERT_ROWS),
+        "product of 4 bits": lambda: _grouped_product(subject),
     }
 
 
@@ -198,6 +199,30 @@ def _product(subject: Subject, sizes: Sequence[int] | None) -> OpTest:
     options, args, expected = make(_key())
     eps = float(jnp.finfo(subject.dtype).eps)
     return OpTest("product", options | static, args, (expected,), rtol=2 * eps, atol=1e-6)
+
+
+def _grouped_product(subject: Subject) -> OpTest:
+    """Return a test of a gated product of 37 rows with weights of 4 bits in groups, which 16 bits hold exactly."""
+
+    @jax.jit
+    def make(key: jax.Array) -> tuple[dict[str, Any], tuple[Any, ...], jax.Array]:
+        x = jnp.round(3 * _uniform(key, 0, (NUM_TOKENS, INPUTS))).astype(subject.dtype)
+
+        def weight(i: int) -> Weight:
+            groups = OUTPUTS, INPUTS // PACKED
+            scales = 2 ** jnp.round(_uniform(key, i, groups)) / INPUTS
+            minima = (jnp.round(3 * _uniform(key, i + 1, groups)) - MIDDLE) * scales
+            numbers = jnp.floor(8 + 8 * _uniform(key, i + 2, (OUTPUTS, INPUTS)))
+            return Weight(pack(numbers), scales.astype(jnp.float16), minima.astype(jnp.float16))
+
+        gate, up = weight(1), weight(4)
+        with jax.default_matmul_precision("highest"):
+            expected = REFERENCE.product(x.astype(jnp.float32), gate, up=up, activation="silu", dtype=subject.dtype)
+        return dict(up=up), (x, gate), expected
+
+    options, args, expected = make(_key())
+    eps = float(jnp.finfo(subject.dtype).eps)
+    return OpTest("product", dict(activation="silu", **options), args, (expected,), rtol=2 * eps, atol=1e-6)
 
 
 def _tables(block_size: int) -> tuple[list[list[int]], list[int]]:

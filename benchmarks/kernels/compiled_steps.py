@@ -33,6 +33,7 @@ STEPS = {
     "Llama-3.1-8B, decode 64, Triton's products": StepShape(LLAMA, 64, products=False),
     "Llama-3.1-8B, decode 64, fp8 pool": StepShape(LLAMA, 64, kv_cache_dtype="fp8"),
     "Llama-3.1-8B, decode 64, int8": StepShape(LLAMA, 64, quantization="int8"),
+    "Llama-3.1-8B, decode 64, int4": StepShape(LLAMA, 64, quantization="int4"),
     "Llama-3.1-8B, decode 64, block 64": StepShape(LLAMA, 64, block_size=64),
     "Llama-3.1-8B, decode 64, 2 GPUs": StepShape(LLAMA, 64, devices=2),
     "Llama-3.1-8B, decode 64, 4 GPUs": StepShape(LLAMA, 64, devices=4),

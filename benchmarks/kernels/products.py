@@ -15,6 +15,7 @@ from benchmarks.shared.timing import JaxTimed, measure
 from pallas_kernels import Weight, reference
 from pallas_kernels.dispatch import PROGRAMS
 from pallas_kernels.options import ProductOptions
+from pallas_kernels.weights import Format, quantize
 
 TOLERANCE = 2**-6  # of the largest number of a result: two roundings to bfloat16, and a gate's
 MIN_BYTES = 400e6  # of the weights that are multiplied in turn, many times a cache
@@ -24,11 +25,12 @@ class Case(NamedTuple):
     """A weight.
 
     Attributes:
-        dtype: of its numbers; with 8 bits it has a scale for each output.
+        dtype: of its numbers; with 8 bits it has a scale for each output; uint8: packed numbers of 4 bits.
         outputs, inputs: its shape.
         gated: there is a second one, for a gated product.
         experts: number of experts; 0: none.
         top: experts of a token.
+        group: number of inputs with a scale and a minimum in float16; None: there are none.
     """
 
     dtype: str
@@ -37,11 +39,18 @@ class Case(NamedTuple):
     gated: bool = False
     experts: int = 0
     top: int = 1
+    group: int | None = None
 
     @property
     def count(self) -> int:
         """Number of all numbers of the case."""
         return (1 + self.gated) * max(1, self.experts) * self.outputs * self.inputs
+
+    @property
+    def number_bytes(self) -> float:
+        """Bytes of a number with its share of a group's scale and minimum."""
+        size = jnp.dtype(self.dtype).itemsize
+        return size if self.group is None else (0.5 if self.dtype == "uint8" else size) + 4 / self.group
 
 
 # Names of the weights of Llama-3.1-8B, and of the experts of Qwen3-30B-A3B.
@@ -53,11 +62,21 @@ CASES = {
     "qkv, int8": Case("int8", 6144, 4096),
     "qkv, fp8": Case("float8_e4m3fn", 6144, 4096),
     "gate and up, int8": Case("int8", 14336, 4096, gated=True),
+    "qkv, 4 bits": Case("uint8", 6144, 4096, group=32),
+    "qkv, 4 bits in groups of 128": Case("uint8", 6144, 4096, group=128),
+    "gate and up, 4 bits": Case("uint8", 14336, 4096, gated=True, group=32),
+    "down, 4 bits": Case("uint8", 4096, 14336, group=32),
+    "qkv, 8 bits in groups of 32": Case("int8", 6144, 4096, group=32),
     "experts' gate and up": Case("bfloat16", 768, 2048, gated=True, experts=128, top=8),
     "experts' down": Case("bfloat16", 2048, 768, experts=128, top=8),
     "experts' gate and up, int8": Case("int8", 768, 2048, gated=True, experts=128, top=8),
+    "experts' gate and up, 4 bits": Case("uint8", 768, 2048, gated=True, experts=128, top=8, group=32),
 }
-TINY = {"tiny": Case("bfloat16", 128, 128), "tiny experts": Case("int8", 64, 128, gated=True, experts=3, top=2)}
+TINY = {
+    "tiny": Case("bfloat16", 128, 128),
+    "tiny experts": Case("int8", 64, 128, gated=True, experts=3, top=2),
+    "tiny, 4 bits": Case("uint8", 64, 128, gated=True, group=32),
+}
 
 Multiply = Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]]
 
@@ -76,7 +95,7 @@ def products(bench: Bench, names: Sequence[str], rows: Sequence[int]) -> None:
             multiplies[name] = module.product
     for name in bench.sized(names, [*TINY]):
         each = bench.sized(CASES, TINY)[name]
-        sets = max(2, round(MIN_BYTES / (each.count * jnp.dtype(each.dtype).itemsize))) if not bench.tiny else 2
+        sets = max(2, round(MIN_BYTES / (each.count * each.number_bytes))) if not bench.tiny else 2
         weights = [_weights(each, 10 * i) for i in range(sets)]
         for tokens in bench.sized(rows, [3]):
             _compare(bench, name, each, tokens, weights, multiplies)
@@ -87,6 +106,10 @@ def _weights(case: Case, seed: int) -> tuple[Weight, ...]:
 
     def weight(seed: int) -> Weight:
         values = random_array((*experts, case.outputs, case.inputs), "bfloat16", seed)
+        if case.group:
+            form = Format(case.dtype, "float16", "float16", case.group)
+            quantized: Weight = jax.jit(quantize, static_argnums=1)(values * case.inputs**-0.5, form)
+            return quantized
         if jnp.dtype(case.dtype).itemsize > 1:
             return Weight((values * case.inputs**-0.5).astype(case.dtype))
         scale = jnp.full((*experts, case.outputs), case.inputs**-0.5 / 40, jnp.float32)
@@ -130,7 +153,7 @@ def _compare(
             timed[variant] = JaxTimed(call, jnp.zeros(()), x_ti, weights)
         except Exception as error:  # of a compiler or a driver: the other variants go on
             bench.fail(error, **row, variant=variant)
-    moved = touched * jnp.dtype(case.dtype).itemsize + 2 * tokens * case.top * (case.inputs + case.outputs)
+    moved = touched * case.number_bytes + 2 * tokens * case.top * (case.inputs + case.outputs)
     operations = 2 * (1 + case.gated) * tokens * case.top * case.outputs * case.inputs
     for variant, timing in measure(timed, bench.effort).items():
         bench.report.add(

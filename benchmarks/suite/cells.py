@@ -45,6 +45,9 @@ PRODUCTS = (
     ("dense products", ("qkv", "gate and up", "down", "o"), (64, 1, 256, 2048, 16)),
     ("experts", ("experts' gate and up", "experts' down", "experts' gate and up, int8"), (64, 2048)),
     ("products of 8 bits", ("qkv, int8", "gate and up, int8", "qkv, fp8"), (64, 1, 2048)),
+    ("products of 4 bits", ("qkv, 4 bits", "gate and up, 4 bits", "down, 4 bits"), (64, 1, 16, 2048)),
+    ("other groups", ("qkv, 4 bits in groups of 128", "qkv, 8 bits in groups of 32"), (64, 1, 2048)),
+    ("experts of 4 bits", ("experts' gate and up, 4 bits",), (64, 2048)),
 )
 SWEEP = ["--block-sizes 64 16 --batches 1 16 64 256 --contexts 4096 1024 16384"]
 PEERS = {"flashinfer": ("torch", "flashinfer"), "torch": ("torch",), "jax": ()}  # with the packages that they need

@@ -55,7 +55,8 @@ QUANTIZATIONS = {
     "awq": (4 + 48 / 128, 16.0), "gptq": (4 + 48 / 128, 16.0),
     "q8_0": (8 + 16 / 32, 8 + 16 / 32), "q4_0": (4 + 16 / 32, 8 + 16 / 32), "q4_1": (4 + 32 / 32, 8 + 16 / 32),
 }  # fmt: skip
-CPU_QUANTIZATIONS = ("awq", "gptq", "q8_0", "q4_0", "q4_1")  # GPUs have no products for weights as these are stored
+# Weights as they are stored: most GPUs have no products for them.
+STORED_QUANTIZATIONS = ("awq", "gptq", "q8_0", "q4_0", "q4_1")
 DEVICES = GPUS | CPUS
 
 
@@ -68,8 +69,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"a directory or hub id with a config.json, or one of {', '.join(SHAPES)}")  # fmt: skip
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS", help="number of GPUs of one engine")
     add("--quantization", choices=tuple(filter(None, QUANTIZATIONS)),
-        help="kind of the weights of linear layers and experts (default: 16 bits); of a CPU only: "
-        f"{', '.join(CPU_QUANTIZATIONS)}")  # fmt: skip
+        help="kind of the weights of linear layers and experts (default: 16 bits); of a CPU or one Hopper GPU only: "
+        f"{', '.join(STORED_QUANTIZATIONS)}")  # fmt: skip
     add("--kv-cache-dtype", choices=tuple(KV_DTYPES), default="auto", help="dtype of the KV pool; auto: 16 bits")
     add("--block-size", type=int, default=defaults["block_size"].default, metavar="TOKENS", help="tokens of a block")
     add("--max-model-len", type=count, metavar="TOKENS", help="maximum tokens of a sequence (default: the model's)")
@@ -172,10 +173,15 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         from jpaged.start.setup import find_model
 
         shape = ModelShape.of(read_config(find_model(args.model, weights=False)), args.model)
-    if args.quantization in CPU_QUANTIZATIONS and args.gpu not in CPUS:
-        raise ValueError(f"quantization: {args.quantization} is kept on a CPU only: {args.gpu} has int8, fp8 and int4")
+    gpu = DEVICES[args.gpu]
+    if args.quantization in STORED_QUANTIZATIONS and not gpu.multiplies(args.tensor_parallel_size):
+        several = "" if args.tensor_parallel_size == 1 else f"{args.tensor_parallel_size} x "
+        raise ValueError(
+            f"quantization: {args.quantization} is kept on a CPU or one Hopper GPU only: {several}{args.gpu} has int8, "
+            "fp8 and int4"
+        )
     return Deployment(
-        DEVICES[args.gpu], shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
+        gpu, shape, args.tensor_parallel_size, KV_DTYPES[args.kv_cache_dtype], args.block_size,
         args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.enable_prefix_caching,
         CostTable.load(args.costs) if args.costs else None, *QUANTIZATIONS[args.quantization],
         max_model_len=shape.context if args.max_model_len is None else args.max_model_len,
@@ -265,7 +271,7 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
     shape, tokens = deployment.shape, deployment.pool_tokens
     kv_bytes = shape.kv_bytes(deployment.kv_dtype_bytes, deployment.num_gpus)
     inputs, outputs = (fmean(column) for column in zip(*lengths))
-    bits, grouped = deployment.weight_bits, deployment.gpu.groups(deployment.num_gpus)
+    bits, grouped = deployment.weight_bits, deployment.gpu.multiplies(deployment.num_gpus)
     read = ", ".join(f"{shape.experts_read(tokens, grouped):.0f} of {tokens}" for tokens in (1, 8, 64))
     experts = f"experts of a layer that a step reads, by tokens: {read}\n" if shape.num_experts and grouped else ""
     return (

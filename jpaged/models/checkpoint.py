@@ -20,6 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
 from jpaged.models.quantized import (
     Formats,
+    Takes,
     check_groups,
     dense_leaf,
     formats_of,
@@ -63,12 +64,18 @@ class Use(NamedTuple):
 
 type Items[Value] = tuple[tuple[LeafPath, Value], ...]  # of a dict, to be hashed
 Pieces = list[tuple[StoredTensor, Use]]  # of a leaf
+LeafShapes = Mapping[LeafPath, tuple[int, ...]]
 
 
 def on_one_device(variable: Leaf) -> Sharding:
     """Place a parameter on jax's default device."""
     (device,) = jnp.zeros(()).devices()
     return SingleDeviceSharding(device)
+
+
+def takes_all(form: Format, shape: tuple[int, ...]) -> bool:
+    """Return True: a CPU's products take every form."""
+    return True
 
 
 class Form(NamedTuple):
@@ -80,12 +87,14 @@ class Form(NamedTuple):
         quantization: quantization to apply, as `EngineConfig.quantization`; None: none.
         keeps_groups: whether weights that are stored in 8 or 4 bits with scales of groups stay so; otherwise they
             become `dtype`.
+        takes: whether products take a weight of a shape in a form. Others become `dtype`.
     """
 
     dtype: str
     place: Place = on_one_device
     quantization: str | None = None
     keeps_groups: bool = False
+    takes: Takes = takes_all
 
 
 def abstract_model(
@@ -203,13 +212,14 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
             pieces[use.path].append((tensors[name], use))
     model = merged(graphdef, leaves)
     rounded = formats_of(model, form.quantization)
-    kept, dtypes = _kept_weights(pieces, [path for path, *_ in weights_of(model)], rounded, form)
+    shapes = {path: leaves[path].shape for path, *_ in weights_of(model)}
+    kept, dtypes = _kept_weights(pieces, shapes, rounded, form)
     rounded = {path: each for path, each in rounded.items() if path not in kept}
     for path in rounded:
         kinds = {FLOATS[tensor.get_dtype()] for tensor, _ in pieces[path]}
         dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
     if form.keeps_groups:
-        dtypes = _kept_dtypes(pieces, [path for path, *_ in weights_of(model)]) | dtypes
+        dtypes = _kept_dtypes(pieces, shapes, form.takes) | dtypes
     read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
     return filled(config, form, read, rounded, kept, progress=progress)
 
@@ -226,7 +236,7 @@ def _check_tensors(tensors: StoredTensors, config: ModelConfig, expected: Shapes
 
 
 def _kept_weights(
-    pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath], rounded: Formats, form: Form
+    pieces: dict[LeafPath, Pieces], shapes: LeafShapes, rounded: Formats, form: Form
 ) -> tuple[dict[LeafPath, Format], dict[LeafPath, str]]:
     """Return the forms of weights that are stored as the model can hold them, and the dtypes of their leaves.
 
@@ -235,12 +245,14 @@ def _kept_weights(
     kept: dict[LeafPath, Format] = {}
     dtypes: dict[LeafPath, str] = {}
     expanded: list[LeafPath] = []
-    for path in weights:
+    for path, shape in shapes.items():
         quantized = [(tensor, use) for tensor, use in pieces[path] if isinstance(tensor, KeptTensor)]
         if not any(isinstance(tensor, QuantizedWeight) or tensor.kept for tensor, _ in quantized):
             continue
         stored = common_form([tensor.kept for tensor, _ in quantized]) if len(quantized) == len(pieces[path]) else None
-        if stored is None or (stored.group and not form.keeps_groups) or stored != rounded.get(path, stored):
+        has_groups = stored is not None and stored.group
+        stays = form.keeps_groups and stored is not None and form.takes(stored, shape)
+        if stored is None or (has_groups and not stays) or stored != rounded.get(path, stored):
             expanded += [path] * (path not in rounded)
             continue
         kept[path] = stored
@@ -252,7 +264,8 @@ def _kept_weights(
         logger.warning(
             "quantization: %d weights (first: %s) become %s, %s bytes, because %s", len(expanded),
             ".".join(map(str, expanded[0])), form.dtype, f"{size * jnp.dtype(form.dtype).itemsize:,}",
-            "products have no code for their groups" if form.keeps_groups else "their groups are kept on one CPU only",
+            "products have no code for their groups" if form.keeps_groups
+            else "their groups are kept on one CPU or one Hopper GPU only",
         )  # fmt: skip
     return kept, dtypes
 
@@ -264,12 +277,15 @@ def common_form(forms: Sequence[Format | None]) -> Format | None:
     return common.pop() if len(common) == 1 else None
 
 
-def _kept_dtypes(pieces: dict[LeafPath, Pieces], weights: Iterable[LeafPath]) -> dict[LeafPath, str]:
+def _kept_dtypes(pieces: dict[LeafPath, Pieces], shapes: LeafShapes, takes: Takes) -> dict[LeafPath, str]:
     """Return the dtypes of 16 bits in which weights of a file in GGUF stay: activations may have another dtype."""
     stored = {
-        path: {FLOATS[t.get_dtype()] if isinstance(t, KeptTensor) else "" for t, _ in pieces[path]} for path in weights
+        path: {FLOATS[t.get_dtype()] if isinstance(t, KeptTensor) else "" for t, _ in pieces[path]} for path in shapes
     }
-    return {path: dtype for path, dtypes in stored.items() for dtype in ("float16", "bfloat16") if dtypes == {dtype}}
+    return {
+        path: dtype for path, dtypes in stored.items() for dtype in ("float16", "bfloat16")
+        if dtypes == {dtype} and takes(Format(dtype), shapes[path])
+    }  # fmt: skip
 
 
 def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:

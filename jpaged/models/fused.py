@@ -103,7 +103,7 @@ def fuse_linears(module: nnx.Module, name: str, members: Sequence[str], place: P
     separate = [{leaf: getattr(layer, leaf) for leaf in LEAVES if hasattr(layer, leaf)} for layer in layers]
     weights = [leaves["weight"] for leaves in separate]
     parts = {weight.shape[0] // place(weight).shard_shape(weight.shape)[0] for weight in weights}
-    kinds = {(*leaves, str(weight.dtype)) for leaves, weight in zip(separate, weights)}
+    kinds = {tuple((name, str(leaf.dtype), leaf.shape[1:]) for name, leaf in leaves.items()) for leaves in separate}
     if len(parts) > 1 or len(kinds) > 1:
         return
     names, leaves, joints = weights[0].get_metadata()["out_sharding"], {}, {}

@@ -29,6 +29,7 @@ assert tuple(FORMATS) == QUANTIZATIONS
 UNQUANTIZED = ("lm_head", "gate")  # the head and the routers of experts: layers that `quantization` leaves as they are
 
 Formats = Mapping[LeafPath, Format]  # of quantized weights by path
+Takes = Callable[[Format, tuple[int, ...]], bool]  # whether products take a weight [O, I] or [E, O, I] in a form
 Convert = Callable[[jax.Array, Format], Weight]
 
 
@@ -137,9 +138,10 @@ def is_quantized(model: Model) -> bool:
     return any(str(path[-1]).endswith(SCALE) for path, _ in nnx.to_flat_state(nnx.state(model)))
 
 
-def has_groups(model: Model) -> bool:
-    """Return whether a model has quantized weights with scales of groups of inputs."""
-    return any(weight_of(module, name).has_groups for _, module, name in weights_of(model))
+def has_groups(model: Model, takes: Takes | None = None) -> bool:
+    """Return whether a model has quantized weights with scales of groups of inputs, other than those that `takes`."""
+    weights = (weight_of(module, name) for _, module, name in weights_of(model))
+    return any(each.has_groups and not (takes and takes(each.format, each.shape)) for each in weights)
 
 
 def described(model: Model) -> str:

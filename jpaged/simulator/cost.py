@@ -93,7 +93,7 @@ class Roofline:
         """Return the duration of a step."""
         shape, gpus = self.shape, self.num_gpus
         bandwidth, flops = self.gpu.bandwidth * self.bandwidth_share * gpus, self.gpu.flops * self.flops_share * gpus
-        grouped = self.gpu.groups(gpus)
+        grouped = self.gpu.multiplies(gpus)
         experts = shape.expert_params * shape.experts_read(load.tokens, grouped) / max(1, shape.num_experts)
         read = (shape.linear_params + experts) * self.weight_bits + shape.output_params * self.embedding_bits
         products = shape.layer_products(grouped) * load.tokens + shape.output_params * load.samples

@@ -78,7 +78,7 @@ class Deployment:
     def pool_tokens(self) -> int:
         """Tokens of KV that fit into the memory beside the parameters."""
         temporaries = TEMPORARIES_BYTES + self.shape.expanded_bytes(
-            self.max_num_batched_tokens, self.gpu.groups(self.num_gpus)
+            self.max_num_batched_tokens, self.gpu.multiplies(self.num_gpus)
         )
         per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - temporaries
         left = per_gpu * self.num_gpus - self.param_bytes

@@ -12,7 +12,8 @@ class Gpu(NamedTuple):
         bandwidth: bytes per second between memory and cores.
         flops: dense 16-bit operations of the tensor cores per second.
         link_bandwidth: bytes per second to the other GPUs of a host, in one direction; 0: it serves a model alone.
-        groups_experts: whether kernels multiply the rows of an expert by that expert's weights only, on one device.
+        product_kernels: whether products of one device are kernels. They read the weights of experts with rows only,
+            and weights with groups as they are stored.
     """
 
     name: str
@@ -20,11 +21,11 @@ class Gpu(NamedTuple):
     bandwidth: float
     flops: float
     link_bandwidth: float
-    groups_experts: bool = False
+    product_kernels: bool = False
 
-    def groups(self, num_gpus: int) -> bool:
-        """Return whether products of experts are grouped on several of these devices that share a model."""
-        return self.groups_experts and num_gpus == 1
+    def multiplies(self, num_gpus: int) -> bool:
+        """Return whether kernels multiply on this number of devices that share a model."""
+        return self.product_kernels and num_gpus == 1
 
 
 # NVIDIA's data sheets of the SXM modules: A100 (2021), H100 (2022), H200 (2024), and HGX B200 (2025).
@@ -35,8 +36,8 @@ class Gpu(NamedTuple):
 GPUS = {
     "a100-40gb": Gpu("A100 40GB", 40 * 2**30, 1.555e12, 312e12, 300e9),
     "a100-80gb": Gpu("A100 80GB", 80 * 2**30, 2.039e12, 312e12, 300e9),
-    "h100": Gpu("H100 80GB", 79.6 * 2**30, 3.35e12, 989e12, 450e9, groups_experts=True),
-    "h200": Gpu("H200 141GB", 140.4 * 2**30, 4.8e12, 989e12, 450e9, groups_experts=True),
+    "h100": Gpu("H100 80GB", 79.6 * 2**30, 3.35e12, 989e12, 450e9, product_kernels=True),
+    "h200": Gpu("H200 141GB", 140.4 * 2**30, 4.8e12, 989e12, 450e9, product_kernels=True),
     "b200": Gpu("B200 180GB", 183_359 * 2**20, 8e12, 2250e12, 900e9),
     "rtx-4090": Gpu("RTX 4090 24GB", 24_564 * 2**20, 1.008e12, 165.2e12, 32e9),
     "rtx-5090": Gpu("RTX 5090 32GB", 32_607 * 2**20, 1.792e12, 209.5e12, 64e9),
@@ -47,7 +48,7 @@ GPUS = {
 # Data sheets of AMD and Intel: channels of DDR5 memory at their rate, and float32 operations of all cores at the base
 # clock (32 per cycle of Zen 4, 64 of Sapphire Rapids). The memory is that of a usual machine.
 CPUS = {
-    "ryzen-9-7950x": Gpu("Ryzen 9 7950X", 64 * 2**30, 83.2e9, 2.3e12, 0, groups_experts=True),
-    "epyc-9654": Gpu("EPYC 9654", 384 * 2**30, 460.8e9, 7.37e12, 0, groups_experts=True),
-    "xeon-8480+": Gpu("Xeon Platinum 8480+", 256 * 2**30, 307.2e9, 7.17e12, 0, groups_experts=True),
+    "ryzen-9-7950x": Gpu("Ryzen 9 7950X", 64 * 2**30, 83.2e9, 2.3e12, 0, product_kernels=True),
+    "epyc-9654": Gpu("EPYC 9654", 384 * 2**30, 460.8e9, 7.37e12, 0, product_kernels=True),
+    "xeon-8480+": Gpu("Xeon Platinum 8480+", 256 * 2**30, 307.2e9, 7.17e12, 0, product_kernels=True),
 }

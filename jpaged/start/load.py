@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,13 @@ from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine, Runner
 from jpaged.models.base import Model, Place
-from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device
+from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device, takes_all
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.models.gguf_checkpoint import load_gguf
 from jpaged.models.moe import cost_of
 from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
-from jpaged.models.quantized import described, has_groups
+from jpaged.models.quantized import Takes, described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
@@ -35,7 +36,7 @@ from jpaged.start.setup import (
     select_kernels,
 )
 from jpaged.tokenizer import backend
-from pallas_kernels import Kernels, has_products
+from pallas_kernels import Kernels, has_products, takes_weight
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def load_params(setup: Setup, directory: Path) -> Model:
 
 def load_model(
     directory: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, progress: bool,
-    place: Place = on_one_device, quantization: str | None = None, keeps_groups: bool = False,
+    place: Place = on_one_device, quantization: str | None = None, keeps_groups: bool = False, takes: Takes = takes_all,
 ) -> Model:  # fmt: skip
     """Load the parameters in `dtype`, by `load_format`; "auto" takes a directory's Orbax checkpoint if it exists."""
     if load_format == "dummy":
@@ -215,22 +216,23 @@ def load_model(
     else:
         is_orbax = load_format == "orbax" or (load_format == "auto" and (directory / ORBAX).is_dir())
         read = load_orbax if is_orbax else load_safetensors
-    return read(directory, config, Form(dtype, place, quantization, keeps_groups), progress=progress)
+    return read(directory, config, Form(dtype, place, quantization, keeps_groups, takes), progress=progress)
 
 
 def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progress: bool) -> Model:
     """Load a model as its device wants it."""
-    resolved, place = setup.resolved, setup.placement.of
+    resolved, place, dtype = setup.resolved, setup.placement.of, str(setup.resolved.dtype)
+    device, is_one = resolved.device, setup.placement.size == 1
+    is_cpu = device.platform == "cpu"
+    multiplies = is_one and has_products(
+        resolved.config.kernels, device.platform, device.compute_capability, dtype
+    )  # on a GPU
     model = load_model(
-        directory, resolved.model, dtype=str(resolved.dtype), load_format=load_format, seed=seed, progress=progress,
-        place=place, quantization=resolved.quantization,
-        keeps_groups=resolved.device.platform == "cpu" and setup.placement.size == 1,  # others have no kernels for them
+        directory, resolved.model, dtype=dtype, load_format=load_format, seed=seed, progress=progress, place=place,
+        quantization=resolved.quantization, keeps_groups=multiplies or (is_cpu and is_one),
+        takes=takes_all if is_cpu else partial(takes_weight, dtype=dtype),
     )  # fmt: skip
-    if resolved.device.platform in FUSING:
-        device = resolved.device
-        multiplies = setup.placement.size == 1 and has_products(
-            resolved.config.kernels, device.platform, device.compute_capability, str(resolved.dtype)
-        )
+    if device.platform in FUSING:
         fuse(model, place, gates=not multiplies)
     logger.info("parameters: %s", described(model))
     return model
@@ -252,7 +254,7 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
             return kernels
         if not multiplies and (cost := cost_of(model.config, max_tokens)):
             logger.warning("mixture of experts: %s (max_num_batched_tokens shortens steps)", cost)
-        if has_groups(model):
+        if has_groups(model, partial(takes_weight, dtype=dtype) if multiplies else None):
             logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 

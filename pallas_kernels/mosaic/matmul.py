@@ -1,8 +1,8 @@
 """Products of rows with weights (Mosaic GPU, Hopper).
 
 Operands are swapped, Y^T = W X^T: outputs are wgmma's M, and rows, of which a decode step has few, are its N. A weight
-therefore crosses shared memory once for all rows of a tile, and numbers of 8 bits are converted in registers, which may
-be wgmma's left operand.
+therefore crosses shared memory once for all rows of a tile, and numbers of 8 and 4 bits are converted in registers,
+which may be wgmma's left operand.
 
 A fixed number of thread blocks walk the tiles of the result. In each, one warpgroup copies, running ahead over the ends
 of tiles, and the others compute 64 outputs each. The inputs of a weight are cut into parts, whose sums are added in
@@ -11,7 +11,7 @@ order. No cut of the inputs depends on the number of rows, so a row has the same
 Axis letters besides the package's: R tiles of rows, D parts of the inputs.
 """
 
-import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference, tuning
-from pallas_kernels.checks import FP8
+from pallas_kernels.mosaic.numbers import BITS, Groups, converted, factors_in, first_in
 from pallas_kernels.mosaic.support import check_grid, compiler_params, num_sms, store_transposed
 from pallas_kernels.options import Ref
+from pallas_kernels.weights import Format
 
 OUTPUTS = 64  # of a warpgroup: wgmma's M
 REGISTERS = (224, 56)  # of a thread that computes and of one that copies, where they share 504
@@ -36,7 +37,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         x_ti: [T, I], T a multiple of the rows of a tile.
-        values: the numbers [E, O, I] of each weight; E = 1 without experts.
+        values: the numbers [E, O, I] of each weight, [E, O, I/2] if they are packed; E = 1 without experts.
+        factors: scales and minima of groups of inputs, [E, O, groups], those of a weight after those of the one before.
         scales, biases: factors of the sums and what is added to them, [E, O] float32 each; (): none.
         expert_r: [R] int32, the expert of each tile of rows; None: there are none.
         num_tiles: [1] int32, number of tiles of rows in use.
@@ -44,6 +46,7 @@ class Inputs(NamedTuple):
 
     x_ti: Any
     values: tuple[Any, ...]
+    factors: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     biases: tuple[Any, ...] = ()
     expert_r: Any = None
@@ -57,24 +60,34 @@ class Ring(NamedTuple):
     """
 
     x: Ref  # [stages, rows, depth]
-    values: tuple[Ref, ...]  # [stages, outputs, depth] each
+    values: tuple[Ref, ...]  # [stages, outputs, depth] each, [stages, outputs, depth/2] if they are packed
+    factors: tuple[Ref, ...]  # [stages, outputs, groups] each
     full: Ref  # barriers [stages]
     free: Ref
 
     @staticmethod
-    def scratch(inputs: Inputs, cut: tuning.MosaicProduct) -> "Ring":
+    def scratch(inputs: Inputs, cut: tuning.MosaicProduct, form: Format) -> "Ring":
         """Return the scratch types of a ring."""
-        tile = functools.partial(plgpu.SMEM, (cut.stages, OUTPUTS * cut.warpgroups, cut.depth))
+
+        def tile(array: jax.Array, columns: int) -> Any:
+            return plgpu.SMEM((cut.stages, OUTPUTS * cut.warpgroups, columns), array.dtype)
+
+        def factors(array: jax.Array) -> Any:
+            assert form.group is not None
+            return tile(array, factors_in(cut.depth, form.group, array.dtype.itemsize))
+
+        copies = 1 + len(inputs.values) + len(inputs.factors)
         return Ring(
             x=plgpu.SMEM((cut.stages, cut.rows, cut.depth), inputs.x_ti.dtype),
-            values=tuple(tile(array.dtype) for array in inputs.values),
-            full=plgpu.Barrier(num_arrivals=1 + len(inputs.values), num_barriers=cut.stages),
+            values=tuple(tile(array, cut.depth // (1 + form.is_packed)) for array in inputs.values),
+            factors=tuple(map(factors, inputs.factors)),
+            full=plgpu.Barrier(num_arrivals=copies, num_barriers=cut.stages),
             free=plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
         )
 
     def fill(
-        self, inputs: Inputs, *, expert: jax.Array | int, row: jax.Array, output: jax.Array, start: jax.Array,
-        depths: int, filled: jax.Array,
+        self, inputs: Inputs, *, form: Format, expert: jax.Array | int, row: jax.Array, output: jax.Array,
+        start: jax.Array, depths: int, filled: jax.Array,
     ) -> jax.Array:  # fmt: skip
         """Take `depths` tiles of inputs from input `start` on through the ring; return how many went through it."""
         stages, rows, depth = self.x.shape
@@ -85,10 +98,13 @@ class Ring(NamedTuple):
             stage = lax.rem(filled + i, stages)
             at = pl.ds(pl.multiple_of(start + i * depth, depth), depth)
             pl.when(filled + i >= stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
-            for source, tile in zip(inputs.values, self.values, strict=True):
+            for source, tile, of_column in self._copies(inputs, form):
+                columns = tile.shape[2]
+                first = pl.multiple_of(lax.div(start + i * depth, columns * of_column) * columns, columns)
                 plgpu.copy_gmem_to_smem(
-                    source.at[expert, pl.ds(output, outputs), at], tile.at[stage], self.full.at[stage]
-                )
+                    source.at[expert, pl.ds(output, outputs), pl.ds(first, columns)], tile.at[stage],
+                    self.full.at[stage],
+                )  # fmt: skip
             plgpu.copy_gmem_to_smem(inputs.x_ti.at[pl.ds(row, rows), at], self.x.at[stage], self.full.at[stage])
 
         return filled + depths
@@ -101,22 +117,35 @@ class Ring(NamedTuple):
         def drain_stage(n: jax.Array) -> None:
             plgpu.barrier_wait(self.free.at[lax.rem(n, stages)])
 
-    def sums(self, own: Any, depths: int, filled: jax.Array, is_fp8: bool) -> list[jax.Array]:
-        """Return the sums [64, rows] float32 over the next `depths` stages for each weight, and free the stages."""
-        stages, rows, _ = self.x.shape
-        converts = self.values[0].dtype != self.x.dtype
+    def sums(self, own: Any, depths: int, filled: jax.Array, start: jax.Array | int, form: Format) -> list[jax.Array]:
+        """Return the sums [64, rows] float32 over the next `depths` stages for each weight, and free the stages.
+
+        Args:
+            own: the 64 outputs of a tile.
+            start: the first input.
+        """
+        stages, rows, depth = self.x.shape
+        converts = jnp.dtype(form.dtype) != self.x.dtype
+        of_each = len(self.factors) // len(self.values)
+
+        def multiply_converted(acc: Ref, weight: int, stage: jax.Array, i: jax.Array) -> None:
+            refs = self.factors[weight * of_each : (weight + 1) * of_each]
+            firsts = [first_in(ref.shape[2], start + i * depth, depth, form.group or depth) for ref in refs]
+            factors = [Groups(ref.at[stage, own], first) for ref, first in zip(refs, firsts, strict=True)]
+            for at, piece in converted(self.values[weight].at[stage, own], form, self.x.dtype, factors):
+                plgpu.wgmma(acc, piece, self.x.at[stage, :, pl.ds(at, piece.shape[1])].T)
+                plgpu.wgmma_wait(0)
 
         def scoped(*accs: Ref) -> list[jax.Array]:
             @pl.loop(0, depths)
             def multiply(i: jax.Array) -> None:
                 stage = lax.rem(filled + i, stages)
                 plgpu.barrier_wait(self.full.at[stage])
-                for acc, values in zip(accs, self.values, strict=True):
+                for weight, acc in enumerate(accs):
                     if converts:
-                        plgpu.wgmma(acc, self._converted(values.at[stage, own], is_fp8), self.x.at[stage].T)
-                        plgpu.wgmma_wait(0)
+                        multiply_converted(acc, weight, stage, i)
                     else:
-                        plgpu.wgmma(acc, values.at[stage, own], self.x.at[stage].T)
+                        plgpu.wgmma(acc, self.values[weight].at[stage, own], self.x.at[stage].T)
                 if converts:
                     plgpu.commit_smem()  # all warps have read the numbers
                     plgpu.barrier_arrive(self.free.at[stage])
@@ -131,18 +160,13 @@ class Ring(NamedTuple):
             plgpu.barrier_arrive(self.free.at[lax.rem(filled + depths - 1, stages)])
         return sums
 
-    def _converted(self, tile: Ref, is_fp8: bool) -> jax.Array:
-        """Return numbers of 8 bits in x's dtype; those of fp8 are given by their bits."""
-        numbers = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)  # 4 neighbours in each thread
-        numbers = plgpu.layout_cast(numbers, plgpu.Layout.WGMMA)
-        if not is_fp8:
-            whole: jax.Array = numbers.astype(self.x.dtype)
-            return whole
-        # The exponent and mantissa of e4m3 are those of a bfloat16 that is smaller by the difference of the biases.
-        wide = numbers.astype(jnp.int16)
-        bits = ((wide << 4) & jnp.int16(0x07F0)) | (wide & jnp.int16(-0x8000))
-        small: jax.Array = lax.bitcast_convert_type(bits, jnp.bfloat16)
-        return small * jnp.bfloat16(2.0**120)
+    def _copies(self, inputs: Inputs, form: Format) -> Iterator[tuple[Ref, Ref, int]]:
+        """Yield each array of the weights with its tile and the number of inputs of a column."""
+        for source, tile in zip(inputs.values, self.values, strict=True):
+            yield source, tile, 1 + form.is_packed
+        for source, tile in zip(inputs.factors, self.factors, strict=True):
+            assert form.group is not None
+            yield source, tile, form.group
 
 
 def _kernel(
@@ -155,7 +179,7 @@ def _kernel(
     parts: int,
     thread_blocks: int,
     activation: str | None,
-    is_fp8: bool,
+    form: Format,
 ) -> None:
     rows, outputs = cut.rows, OUTPUTS * cut.warpgroups
     separate, t, o = y_dto_ref.shape
@@ -164,7 +188,7 @@ def _kernel(
     steps = pl.cdiv(row_tiles * (o // outputs * separate) - lax.axis_index("c"), thread_blocks)
     wg = lax.axis_index("wg")
     # Sums in 128 registers leave a thread too few to convert numbers with.
-    converts = inputs.values[0].dtype != inputs.x_ti.dtype
+    converts = jnp.dtype(form.dtype) != inputs.x_ti.dtype
     sums = cut.rows * len(inputs.values) * min(2, parts // separate)
     moves_registers = converts and cut.warpgroups == 2 and sums >= 256
 
@@ -198,11 +222,17 @@ def _kernel(
 
         def tile(step: jax.Array, filled: jax.Array) -> jax.Array:
             part, row_tile, output = work(step)
-            sums = ring.sums(own, depths, filled, is_fp8)
-            filled += depths
-            for _ in range(1, parts // separate):
-                sums = [a + b for a, b in zip(sums, ring.sums(own, depths, filled, is_fp8), strict=True)]
-                filled += depths
+            several = parts // separate
+
+            def of_part(n: jax.Array | int) -> list[jax.Array]:
+                start = (part * several + n) * depths * cut.depth
+                return ring.sums(own, depths, filled + n * depths, start, form)
+
+            def add_part(n: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+                return [a + b for a, b in zip(sums, of_part(n), strict=True)]
+
+            sums = lax.fori_loop(1, several, add_part, of_part(0)) if several > 1 else of_part(0)
+            filled += several * depths
             columns = pl.ds(pl.multiple_of(output + wg * OUTPUTS, OUTPUTS), OUTPUTS)
             y = finished(sums, (expert(row_tile), columns)).astype(y_smem.dtype)
             size = y_smem.shape[1]
@@ -226,7 +256,7 @@ def _kernel(
             part, row_tile, output = work(step)
             several = depths * (parts // separate)
             return ring.fill(
-                inputs, expert=expert(row_tile), row=pl.multiple_of(row_tile * rows, rows), output=output,
+                inputs, form=form, expert=expert(row_tile), row=pl.multiple_of(row_tile * rows, rows), output=output,
                 start=part * depths * cut.depth, depths=several, filled=filled,
             )  # fmt: skip
 
@@ -234,30 +264,30 @@ def _kernel(
 
 
 def launch(
-    inputs: Inputs, cut: tuning.MosaicProduct, dtype: Any, *, parts: int = 1, separate: bool = False,
+    inputs: Inputs, dtype: Any, *, form: Format, cut: tuning.MosaicProduct, parts: int = 1, separate: bool = False,
     activation: str | None = None,
 ) -> jax.Array:  # fmt: skip
     """Compute the product of rows with a weight, or the gated product with two.
 
     Args:
+        form: the form of the weights.
         parts: of the inputs. Their sums are added in order.
         separate: return the sums of the parts instead.
 
     Returns:
         [1, T, O] of a dtype, or [parts, T, O] float32 if they are separate.
     """
-    (t, i), (_, o, _) = inputs.x_ti.shape, inputs.values[0].shape
+    (t, i), o = inputs.x_ti.shape, inputs.values[0].shape[1]
     outputs = OUTPUTS * cut.warpgroups
     assert t % cut.rows == 0 and o % outputs == 0 and i % (parts * cut.depth) == 0, (inputs.x_ti.shape, o, cut)
     out = jax.ShapeDtypeStruct((parts if separate else 1, t, o), jnp.float32 if separate else dtype)
     thread_blocks = min(t // cut.rows * (o // outputs) * out.shape[0], cut.blocks_per_sm * num_sms())
     check_grid("product", (thread_blocks,))
-    is_fp8 = inputs.values[0].dtype == FP8
-    if is_fp8:
+    if form.dtype in BITS:
         bits = tuple(lax.bitcast_convert_type(array, jnp.int8) for array in inputs.values)
         inputs = inputs._replace(values=bits)
     leaves, structure = jax.tree.flatten(inputs)
-    settings = dict(is_fp8=is_fp8, cut=cut, parts=parts, thread_blocks=thread_blocks, activation=activation)
+    settings = dict(form=form, cut=cut, parts=parts, thread_blocks=thread_blocks, activation=activation)
 
     def kernel(*refs: Ref, **scratch: Any) -> None:
         _kernel(jax.tree.unflatten(structure, refs[:-1]), refs[-1], **scratch, **settings)
@@ -271,7 +301,7 @@ def launch(
         thread_name="wg",
         scratch_types=dict(
             y_smem=plgpu.SMEM((cut.warpgroups, min(cut.rows, PIECE), OUTPUTS), out.dtype),
-            ring=Ring.scratch(inputs, cut),
+            ring=Ring.scratch(inputs, cut, form),
         ),
         compiler_params=compiler_params(unsafe_no_auto_barriers=True),
         kernel_name="product",

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import reference
 from pallas_kernels.mosaic.matmul import ACTIVATIONS, OUTPUTS, PIECE, Inputs, launch
+from pallas_kernels.mosaic.numbers import factor_bytes, whole_copies
 from pallas_kernels.mosaic.support import num_sms
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.transforms import no_vmap, with_derivatives
 from pallas_kernels.tuning import MosaicProduct
-from pallas_kernels.weights import Weight
+from pallas_kernels.weights import PACKED, Format, Weight
 
-NUMBERS = ("int8", "float8_e4m3fn")  # dtypes of weights besides that of the rows
+NUMBERS = ("int8", "float8_e4m3fn", "uint8")  # dtypes of weights besides that of the rows
 INPUTS = 64  # a number of inputs is a multiple
+DEPTHS = (4 * INPUTS, 2 * INPUTS, INPUTS)  # of a tile
 LEAST_ROWS = 8  # of a tile: the least N of wgmma
 WAVE = 96  # tiles of outputs that keep a GPU of 132 multiprocessors busy
 MIN_INPUTS = 1024  # that are cut again
@@ -50,18 +52,25 @@ def _multiply(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOpti
 
 def unsupported_product(x_ti: jax.Array, weights: Sequence[Weight], *, gated: bool = False) -> str | None:
     """Return the reason why the kernel can't multiply rows by some weights; None if it can."""
-    if x_ti.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"rows are {x_ti.dtype}, expected bfloat16 or float16"
     for weight in weights:
-        (outputs, inputs), dtype = weight.shape, weight.values.dtype
-        if weight.has_groups or weight.is_packed:
-            return "weights with groups of inputs are not supported"
-        if dtype != x_ti.dtype and (dtype not in NUMBERS or (dtype == "float8_e4m3fn" and x_ti.dtype != jnp.bfloat16)):
-            return f"weights are {dtype} and rows {x_ti.dtype}"
-        if 0 in (len(x_ti), outputs) or outputs % OUTPUTS or inputs % INPUTS:
-            return f"a weight has {outputs} outputs and {inputs} inputs, expected multiples of {OUTPUTS} and {INPUTS}"
+        if reason := unsupported_weight(weight.format, weight.shape, str(x_ti.dtype)):
+            return reason
     forms = {(weight.format, weight.bias is None) for weight in weights}
-    return "a gate has weights of two forms" if gated and len(forms) > 1 else None
+    return "a gate has weights of two forms" if gated and len(forms) > 1 else None if len(x_ti) else "there are no rows"
+
+
+def unsupported_weight(form: Format, shape: tuple[int, int], dtype: str) -> str | None:
+    """Return the reason why the kernel can't multiply rows in a dtype by a weight [O, I] in a form; None if it can."""
+    (outputs, inputs), group, least = shape, form.group or INPUTS, PACKED if form.is_packed else PACKED // 2
+    if dtype not in ("bfloat16", "float16"):
+        return f"rows are {dtype}, expected bfloat16 or float16"
+    if group % least or (DEPTHS[0] % group and group % DEPTHS[0]):
+        return f"groups have {group} inputs, expected a multiple of {least} and a part or multiple of {DEPTHS[0]}"
+    if form.dtype != dtype and (form.dtype not in NUMBERS or (form.dtype == "float8_e4m3fn" and dtype != "bfloat16")):
+        return f"weights are {form.dtype} and rows {dtype}"
+    if not outputs or outputs % OUTPUTS or inputs % INPUTS:
+        return f"a weight has {outputs} outputs and {inputs} inputs, expected multiples of {OUTPUTS} and {INPUTS}"
+    return None
 
 
 class ExpertRows(NamedTuple):
@@ -120,7 +129,8 @@ def cut_of(rows: int, weights: Sequence[Weight], dtype: Any, parts: int) -> Mosa
 
     Timed on an H200 with a weight of 6,144 x 4,096 and with experts of 768 x 2,048; see docs/kernels.md.
     """
-    (outputs, inputs), converts = weights[0].shape, weights[0].values.dtype != dtype
+    (outputs, inputs), form = weights[0].shape, weights[0].format
+    converts = jnp.dtype(form.dtype) != dtype
     size = next((size for size in (LEAST_ROWS, 16, 32, 64) if size >= rows), 128)
     warpgroups = 2 if size > 32 and outputs % (2 * OUTPUTS) == 0 else 1
     if rows >= 1024 and warpgroups == 2 and len(weights) == parts == 1 and not converts:
@@ -129,10 +139,16 @@ def cut_of(rows: int, weights: Sequence[Weight], dtype: Any, parts: int) -> Mosa
         size = min(size, 64 // len(weights))
     blocks_per_sm = 2 // warpgroups
     result = 4 * OUTPUTS * warpgroups * min(size, PIECE)
-    of_input = OUTPUTS * warpgroups * len(weights) * weights[0].values.dtype.itemsize + size * jnp.dtype(dtype).itemsize
-    deepest = INPUTS if size > 64 else 4 * INPUTS if converts and size <= 32 else 2 * INPUTS
-    for depth in (4 * INPUTS, 2 * INPUTS, INPUTS):
-        stages = min(MAX_STAGES, (MEMORY // blocks_per_sm - result) // (depth * of_input))
+
+    def stage_bytes(depth: int) -> int:
+        of_output = depth * jnp.dtype(form.dtype).itemsize // (1 + form.is_packed) + factor_bytes(depth, form)
+        return int(OUTPUTS * warpgroups * len(weights) * of_output + depth * size * jnp.dtype(dtype).itemsize)
+
+    # Conversions take fewer steps of the loop, where two thread blocks leave enough registers.
+    deep = (size <= 16 or (form.is_packed and size == 64)) if form.group else size <= 32
+    deepest = INPUTS if size > 64 else 4 * INPUTS if converts and deep else 2 * INPUTS
+    for depth in DEPTHS:
+        stages = min(MAX_STAGES, (MEMORY // blocks_per_sm - result) // stage_bytes(depth))
         if depth <= deepest and inputs // parts % depth == 0 and stages >= MIN_STAGES:
             break
     return MosaicProduct(size, warpgroups, depth, stages, blocks_per_sm)
@@ -146,15 +162,16 @@ def _product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptio
     several = bool(inputs.scales and inputs.biases) or options.gated or options.activation is not None
     parts = 1 if several or sizes_e is not None else parts_of(weights[0])
     cut = cut_of(num_rows if sizes_e is None else -(-num_rows // len(sizes_e)), weights, x_ti.dtype, parts)
+    multiply = functools.partial(launch, form=weights[0].format, cut=cut)
     if sizes_e is not None:
         rows = expert_rows(sizes_e, num_rows, cut.rows)
         inputs = inputs._replace(x_ti=x_ti[rows.source_p], expert_r=rows.expert_r, num_tiles=rows.num_tiles)
-        return launch(inputs, cut, dtype, activation=options.activation)[0, rows.place_m]
+        return multiply(inputs, dtype, activation=options.activation)[0, rows.place_m]
     inputs = inputs._replace(x_ti=jnp.pad(x_ti, ((0, -num_rows % cut.rows), (0, 0))))
     tiles = len(inputs.x_ti) // cut.rows * (weights[0].shape[0] // (OUTPUTS * cut.warpgroups))
     if parts == 1 or 2 * tiles > num_sms():
-        return launch(inputs, cut, dtype, parts=parts, activation=options.activation)[0, :num_rows]
-    sums_dto = launch(Inputs(inputs.x_ti, inputs.values), cut, dtype, parts=parts, separate=True)[:, :num_rows]
+        return multiply(inputs, dtype, parts=parts, activation=options.activation)[0, :num_rows]
+    sums_dto = multiply(inputs._replace(scales=(), biases=()), dtype, parts=parts, separate=True)[:, :num_rows]
     y_to = functools.reduce(jnp.add, list(sums_dto))
     y_to = y_to * inputs.scales[0] if inputs.scales else y_to
     y_to = y_to + inputs.biases[0] if inputs.biases else y_to
@@ -168,4 +185,8 @@ def _inputs(x_ti: jax.Array, weights: tuple[Weight, ...], *, of_experts: bool) -
         found = [array for weight in weights if (array := getattr(weight, name)) is not None]
         return tuple((array if of_experts else array[None]).astype(dtype or array.dtype) for array in found)
 
-    return Inputs(x_ti, arrays("values"), arrays("scales", jnp.float32), arrays("bias", jnp.float32))
+    inputs = Inputs(x_ti, arrays("values"), biases=arrays("bias", jnp.float32))
+    if not weights[0].has_groups:
+        return inputs._replace(scales=arrays("scales", jnp.float32))
+    factors = [factors for name in ("scales", "minima") if (factors := arrays(name))]
+    return inputs._replace(factors=tuple(whole_copies(array) for of_weight in zip(*factors) for array in of_weight))

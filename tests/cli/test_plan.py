@@ -134,14 +134,18 @@ def test_long_contexts_mixtures_and_fewer_bits(capsys, tmp_path):
     assert "Qwen3-30B-A3B: 30.53e9 parameters, 29.0 GiB, weights of layers in 8 bits" in capsys.readouterr().out
 
 
-def test_kinds_of_weights_on_a_cpu(capsys):
+def test_stored_kinds_of_weights_where_kernels_take_them(capsys):
     model = ["--model", "qwen3-30b-a3b", "--users", "1", "--max-model-len", "8192"]
     main([*SHORT, *model, "--gpu", "epyc-9654", "--quantization", "q4_0"])
     text = capsys.readouterr().out
     assert "weights of layers in 4.5 bits" in text and "roofline of EPYC 9654" in text
     assert "experts of a layer that a step reads, by tokens: 8 of 1, 52 of 8, 126 of 64" in text
-    with pytest.raises(SystemExit, match=r"quantization: awq is kept on a CPU only: h200 has int8, fp8 and int4$"):
-        main([*SHORT, *model, "--gpu", "h200", "--quantization", "awq"])
+    main([*SHORT, *model, "--gpu", "h200", "--quantization", "awq"])
+    assert "weights of layers in 4.375 bits" in capsys.readouterr().out
+    for flags, named in (["rtx-4090"], "rtx-4090"), (["h200", "-tp", "2"], "2 x h200"):
+        told = rf"quantization: awq is kept on a CPU or one Hopper GPU only: {named} has int8, fp8 and int4$"
+        with pytest.raises(SystemExit, match=told):
+            main([*SHORT, *model, "--quantization", "awq", "--gpu", *flags])
 
 
 def test_model_of_a_directory(capsys):

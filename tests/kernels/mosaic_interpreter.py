@@ -1,8 +1,9 @@
-"""The Mosaic GPU kernels on a CPU: Pallas's GPU interpreter, and the two operations of ours that it lacks.
+"""The Mosaic GPU kernels on a CPU: Pallas's GPU interpreter, and the three operations of ours that it lacks.
 
 It has TMA copies, barriers, wgmma and warpgroups, gives uninitialised memory NaN, and tells of races. Missing, up to
-jax 0.12, are a wgmma whose left operand is in registers, and a store into an accumulator; they are added here. A wgmma
-adds products in the order of the hardware's instructions, so that the bits of a sum tell of the order of its tiles.
+jax 0.12, are a wgmma whose left operand is in registers, a store into an accumulator, and our code on registers that
+unpacks numbers; they are added here. A wgmma adds products in the order of the hardware's instructions, so that the
+bits of a sum tell of the order of its tiles.
 """
 
 import contextlib
@@ -12,7 +13,9 @@ import warnings
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
@@ -21,8 +24,12 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels.mosaic.numbers import unpack_registers
+from pallas_kernels.weights import unpack
+
 _interpret = jaxpr_interpret.JaxprInterpreter.interpret
 _interpret_wgmma = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
+_interpret_inline = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
 DEPTH_BYTES = 32  # of each row that one instruction takes
 
 
@@ -58,10 +65,12 @@ def interpreting(*, num_sms: int = 132) -> Iterator[None]:
 def _extended() -> Iterator[None]:
     interpreter = jaxpr_interpret.JaxprInterpreter
     interpreter.interpret, interpreter._interpret_wgmma_ref_p = _with_stores, _wgmma
+    interpreter._interpret_inline_mgpu_p = _unpack
     try:
         yield
     finally:
         interpreter.interpret, interpreter._interpret_wgmma_ref_p = _interpret, _interpret_wgmma
+        interpreter._interpret_inline_mgpu_p = _interpret_inline
 
 
 def _with_stores(self, jaxpr, token, *args):
@@ -73,6 +82,15 @@ def _with_stores(self, jaxpr, token, *args):
         return eqn.replace(primitive=gpu_primitives.wgmma_ref_p, outvars=[], params=dict(store=True))
 
     return _interpret(self, jaxpr.replace(eqns=[disguised(eqn) for eqn in jaxpr.eqns]), token, *args)
+
+
+def _unpack(self, eqn, token, get_invals):
+    """What `unpack_registers` does; a test reads that function's operations."""
+    function = eqn.params["mgpu_fn"]
+    assert function.func is unpack_registers, function
+    [numbers], [result] = get_invals(), eqn.params["flat_ret_ty"]
+    bits = unpack(lax.bitcast_convert_type(numbers, jnp.uint8)).astype(jnp.uint16) | function.keywords["pattern"]
+    return token, [lax.bitcast_convert_type(bits.astype(jnp.uint16), result.dtype)]
 
 
 def _wgmma(self, eqn, token, get_invals):

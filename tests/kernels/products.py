@@ -36,6 +36,15 @@ def weight_in(form: Format, *shape: int, bias: str | None = None) -> Weight:
     return weight._replace(bias=None if bias is None else jnp.linspace(-1, 1, shape[-2], dtype=bias))
 
 
+def described_weight(form: Format, *shape: int) -> Weight:
+    """Return a weight of a shape [O, I] or [E, O, I] in a form, without arrays."""
+    *outer, inputs = shape
+    values = jax.ShapeDtypeStruct((*outer, inputs // (1 + form.is_packed)), form.dtype)
+    of_scales = tuple(outer) if form.group is None else (*outer, inputs // form.group)
+    factors = [dtype and jax.ShapeDtypeStruct(of_scales, dtype) for dtype in (form.scales, form.minima)]
+    return Weight(values, *factors)
+
+
 def exact_matrix(weight: Weight) -> np.ndarray:
     """Return the matrix [..., O, I] in float64, computed with NumPy from the definition of a weight."""
     values, scales, minima, _ = (None if array is None else np.asarray(array) for array in weight)

@@ -38,6 +38,7 @@ LAUNCHES = {
     "Llama-3.1-8B, decode 64, Triton's products": 13,
     "Llama-3.1-8B, decode 64, fp8 pool": 12,
     "Llama-3.1-8B, decode 64, int8": 11,
+    "Llama-3.1-8B, decode 64, int4": 12,
     "Llama-3.1-8B, decode 64, block 64": 11,
     "Llama-3.1-8B, decode 64, 2 GPUs": 17,
     "Llama-3.1-8B, decode 64, 4 GPUs": 17,
@@ -212,6 +213,13 @@ def test_it_finds_a_copied_pool():
     args = described.params, described.pool, described.last_tokens, described.buffer
     program = deviceless.program_of(H200, kept, *args)
     assert program.copies_of(described.pool_array) == 2 and program.aliased_bytes == 0
+
+
+@pytest.mark.deep
+def test_it_finds_expanded_weights():
+    """XLA writes all weights of 4 bits in another dtype in every step."""
+    program = first_of(StepShape(MODELS["smollm2-135m"], 64, quantization="int4", products=False)).forward()
+    assert len(program.copied_params) >= 4
 
 
 def test_weights_of_8_bits_stay_with_triton():

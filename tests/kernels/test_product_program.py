@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import H200
-from pallas_kernels import Weight, mosaic
+from pallas_kernels import mosaic
 from pallas_kernels.mosaic import matmul
 from pallas_kernels.tuning import MosaicProduct
 from tests.kernels import gpu_compiler, mosaic_program, sass
 from tests.kernels.implementations import ops_of
-from tests.kernels.products import FORMS
+from tests.kernels.products import FORMS, described_weight
 
 pytestmark = pytest.mark.skipif(deviceless.why_not() is not None, reason=str(deviceless.why_not()))
 HAS_SASS = deviceless.find_tool("nvdisasm") is not None
@@ -43,19 +43,23 @@ class Product(NamedTuple):
     def arguments(self) -> tuple:
         """Arguments of `multiply`, without arrays."""
         shape = (*[self.experts][: self.experts], self.outputs, self.inputs)
-        scales = None if FORMS[self.form].scales is None else S(shape[:-1], jnp.float32)
-        weight = Weight(S(shape, FORMS[self.form].dtype), scales)
+        weight = described_weight(FORMS[self.form], *shape)
         sizes = S((self.experts,), jnp.int32) if self.experts else None
         return S((self.rows, self.inputs), jnp.bfloat16), weight, weight if self.is_gated else None, sizes
 
 
 DENSE, INT8, SEVERAL_PARTS = Product("bfloat16", 64), Product("int8", 64), Product("bfloat16", 2048, 4096, 14336)
+INT4, GROUPED = "int4 in groups of 32", ("int4 without minima", "int4 in groups of 128", "int8 in groups of 32")
+GATED_INT4 = Product(INT4, 64, 14336, is_gated=True)
 ROWS = (1, 32, 64, 128, 2048)
 ALL = [
     *(Product(form, rows) for form in ("bfloat16", "int8", "fp8") for rows in ROWS),
     *(Product(form, rows, 14336, is_gated=True) for form in ("bfloat16", "int8", "fp8") for rows in ROWS),
-    *(Product(form, 128 * rows, 768, 2048, True, 128) for form in ("bfloat16", "int8") for rows in ROWS),
-    *(Product(form, 128 * rows, 2048, 768, False, 128) for form in ("bfloat16", "int8") for rows in ROWS),
+    *(Product(form, 128 * rows, 768, 2048, True, 128) for form in ("bfloat16", "int8", INT4) for rows in ROWS),
+    *(Product(form, 128 * rows, 2048, 768, False, 128) for form in ("bfloat16", "int8", INT4) for rows in ROWS),
+    *(Product(form, rows, is_gated=is_gated) for form in GROUPED for rows in ROWS for is_gated in (False, True)),
+    *(Product(INT4, rows, **shape) for rows in ROWS for shape in (dict(), dict(outputs=14336, is_gated=True))),
+    *(Product(form, rows, 4096, 14336) for form in ("int8", INT4) for rows in ROWS),
     *(Product("bfloat16", rows, 4096, 14336) for rows in ROWS),
     *(Product("bfloat16", rows, 576, 1536) for rows in ROWS),
     *(Product("bfloat16", rows, 64 * 99) for rows in ROWS),
@@ -73,9 +77,9 @@ def compiled(case: Product) -> tuple[gpu_compiler.Compiled, MosaicProduct]:
     """Compile a product; return its cut, too."""
     cuts, launch = [], product_module.launch
 
-    def noted(inputs, cut, *rest, **options):
+    def noted(inputs, dtype, *, cut, **options):
         cuts.append(cut)
-        return launch(inputs, cut, *rest, **options)
+        return launch(inputs, dtype, cut=cut, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product_module, "launch", noted)
@@ -97,7 +101,10 @@ def faults(case: Product) -> list[str]:
 
 cases = pytest.mark.parametrize(
     "case",
-    [case if case in (DENSE, INT8, SEVERAL_PARTS) else pytest.param(case, marks=pytest.mark.deep) for case in ALL],
+    [
+        case if case in (DENSE, INT8, SEVERAL_PARTS, GATED_INT4) else pytest.param(case, marks=pytest.mark.deep)
+        for case in ALL
+    ],
     ids=lambda case: "-".join(map(str, case)),
 )
 
@@ -146,6 +153,26 @@ def test_numbers_become_bfloat16_in_pairs(case, instruction):
     pairs = matmul.OUTPUTS * compiled(case)[1].depth // 128 // 2  # of a thread
     assert sass.count(loop, instruction) == pairs
     assert not any(sass.count(loop, other) for other in ("I2F", "F2F", "FTZ", "STL", "LDL"))
+
+
+@needs_sass
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [
+        (INT4, 290),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in zip(GROUPED, (265, 270, 370), strict=True)),
+    ],
+)
+def test_instructions_of_weights_with_groups(form, most):
+    """For 64 outputs and 128 inputs: 64 numbers of a thread, of which four instructions convert and scale two."""
+    case = Product(form, 64)
+    loop, steps = main_loop(case), compiled(case)[1].depth / 128
+    assert len(loop) <= most * steps
+    scaled = sum(sass.count(loop, f"{name}.BF16_V2") for name in ("HMUL2", "HFMA2", "HADD2"))
+    assert scaled == 64 * steps
+    assert not any(sass.count(loop, other) for other in ("I2F", "FTZ", "STL", "LDL"))
+    if FORMS[form].is_packed:
+        assert sass.count(loop, "SHFL") == 8 * steps and sass.count(loop, "PRMT") <= 20 * steps
 
 
 def changed_in_sums(patch: pytest.MonkeyPatch, **functions) -> None:

@@ -109,7 +109,7 @@ class TestProcesses:
         assert statuses(result for result in first.tests if result.program == "mosaic") == {
             "write_kv": PASSED, "write_kv with rope": FAILED, "copy_blocks": FAILED,
             "paged_decode_attention": FAILED, "ragged_paged_attention": PASSED, "product": PASSED,
-            "product of experts": PASSED,
+            "product of experts": PASSED, "product of 4 bits": PASSED,
         }  # fmt: skip
         assert "values are off by up to" in reasons["write_kv with rope"]
         assert reasons["copy_blocks"].startswith(f"no result within {HANG_S:g} seconds")
@@ -238,7 +238,7 @@ class TestFallback:
         assert kernels.name == "mosaic" and choices(kernels)["write_kv"] == "triton"
         assert choices(kernels)["copy_blocks"] == "mosaic"
 
-    @pytest.mark.parametrize("wrong", ["product", "product of experts"])
+    @pytest.mark.parametrize("wrong", ["product", "product of experts", "product of 4 bits"])
     def test_products_fall_back_to_those_of_xla(self, wrong, caplog):
         kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
         assert choices(kernels) == dict.fromkeys(OPS, "mosaic") | {"product": "reference"}
@@ -443,6 +443,20 @@ class TestTrials:
             "product of experts",
             lambda x, weight, activation, **o: PRODUCT(x, weight, **o),
         ),
+        "the next group's scale": (
+            "product of 4 bits",
+            lambda x, weight, **o: PRODUCT(x, weight._replace(scales=jnp.roll(weight.scales, 1, 1)), **o),
+        ),
+        "another zero point": (
+            "product of 4 bits",
+            lambda x, weight, **o: PRODUCT(x, weight._replace(minima=weight.minima + weight.scales), **o),
+        ),
+        "halves of bytes exchanged": (
+            "product of 4 bits",
+            lambda x, weight, **o: PRODUCT(
+                x, weight._replace(values=weight.values << 4 | weight.values >> 4), **o
+            ),
+        ),
     }  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -463,6 +477,7 @@ class TestTrials:
             *(pytest.param(f"{kind}_attention", marks=pytest.mark.deep) for kind in ("paged_decode", "ragged_paged")),
             pytest.param("product", marks=pytest.mark.deep),
             "product of experts",
+            pytest.param("product of 4 bits", marks=pytest.mark.deep),
         ],
     )
     def test_mosaic_passes(self, test):

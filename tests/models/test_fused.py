@@ -13,12 +13,14 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.models.checkpoint import dummy_model, on_one_device
 from jpaged.models.fused import FusedLinear, fuse, joints_of
 from jpaged.models.moe import ExpertMlps, FusedExperts, cost_of
+from jpaged.models.quantized import quantizable, quantize_weights
 from jpaged.models.registry import architectures as registered
 from jpaged.rl.causal import logits
 from jpaged.runtime.parameters import by_name
 from jpaged.runtime.placement import Placement, shard
 from jpaged.start import load
 from pallas_kernels import Kernels
+from pallas_kernels.weights import Format
 from tests.support import architectures
 from tests.support.few_shapes import few_shapes
 from tests.support.runners import runner_of
@@ -95,6 +97,18 @@ def test_layers_of_different_dtypes_stay_separate():
     attention.k_proj = model_of("mistral").layers[1].self_attn.k_proj
     fuse(model, on_one_device)
     assert not hasattr(attention, "qkv_proj") and hasattr(model.layers[0].self_attn, "qkv_proj")
+
+
+def test_layers_of_groups_of_different_sizes_stay_separate():
+    """In files of GGUF, Q6_K has groups of 16 and Q8_0 has groups of 32, both of int8."""
+    model = model_of("mistral")
+    forms = [Format("int8", "float16", None, group) for group in (16, 32)]
+    weights = {path: forms["v_proj" in path] for path in quantizable(model) if "self_attn" in path}
+    quantize_weights(model, weights)
+    attention = model.layers[0].self_attn
+    assert attention.v_proj.weight.dtype == attention.k_proj.weight.dtype
+    fuse(model, on_one_device)
+    assert not hasattr(attention, "qkv_proj")
 
 
 @pytest.mark.parametrize(("name", "devices", "expected"), [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import gguf
 import numpy as np
@@ -17,6 +18,8 @@ from jpaged.models.layers import weight_of
 from jpaged.models.rope import inverse_frequencies
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.parameters import by_name
+from pallas_kernels import takes_weight
+from pallas_kernels.weights import Format
 from tests.support import architectures, checkpoints, gguf_models
 
 LLAMA3 = ("llama3", "llama3-new")
@@ -178,6 +181,21 @@ def weights(model) -> dict:
         if experts:
             found[f"blk.{i}.ffn_gate_inp.weight"] = weight_of(layer.mlp.gate)
     return found
+
+
+@pytest.mark.parametrize(("kind", "forms"), [
+    (Kind.F16, {Format("bfloat16")}),
+    (Kind.Q6_K, {Format("int8", "float16", None, 16), Format("bfloat16")}),
+])  # fmt: skip
+def test_weights_have_forms_that_a_hopper_gpu_multiplies(kind, forms, tmp_path):
+    """Rows are bfloat16; the embedding's 96 rows are no multiple of 64."""
+    hf = WIDE | {"num_hidden_layers": 1}
+    gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=kind)
+    form = Form("bfloat16", keeps_groups=True, takes=partial(takes_weight, dtype="bfloat16"))
+    model = load_gguf(tmp_path / "model.gguf", registry.read_config(tmp_path / "model.gguf"), form, progress=False)
+    found = weights(model)
+    assert {weight.format for weight in found.values()} == forms
+    assert found["token_embd.weight"].format == Format("bfloat16")
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e-8])

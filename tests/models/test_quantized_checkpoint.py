@@ -14,9 +14,17 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import QUANTIZED_CHECKPOINTS, EngineConfig
 from jpaged.convert import convert
 from jpaged.models import quantized_weight
-from jpaged.models.checkpoint import Form, abstract_model, common_form, load_safetensors, on_one_device, tensors_of
+from jpaged.models.checkpoint import (
+    Form,
+    abstract_model,
+    common_form,
+    load_safetensors,
+    on_one_device,
+    takes_all,
+    tensors_of,
+)
 from jpaged.models.layers import weight_of
-from jpaged.models.quantized import weights_of
+from jpaged.models.quantized import has_groups, weights_of
 from jpaged.models.quantized_checkpoint import FORMATS, dequantized, read_scheme, scheme_of
 from jpaged.models.quantized_weight import QuantizedWeight
 from jpaged.models.registry import architectures as registered
@@ -47,8 +55,8 @@ def case(request, tmp_path_factory):
     return directory, quantized.write(directory, request.param), quantized.CASES[request.param][-1]
 
 
-def load(directory, quantization=None, place=None, *, keeps_groups=False):
-    form = Form("float32", place or on_one_device, quantization, keeps_groups)
+def load(directory, quantization=None, place=None, *, keeps_groups=False, takes=takes_all):
+    form = Form("float32", place or on_one_device, quantization, keeps_groups, takes)
     return load_safetensors(directory, read_config(directory), form, progress=False)
 
 
@@ -81,6 +89,23 @@ def test_weights_are_those_that_the_stored_numbers_stand_for(case, keeps_groups,
     if told:
         size = 4 * sum(tensor.size for name, tensor in expected.items() if "_proj" in name)
         assert re.match(rf"quantization: 14 weights \(first: layers.0.*\) become float32, {size:,} bytes, be", told[0])
+
+
+def test_weights_that_products_do_not_take_become_dense(tmp_path, caplog):
+    """They are chosen by form and shape."""
+    expected = quantized.write(tmp_path, "awq")
+    seen = []
+    model = load(tmp_path, keeps_groups=True, takes=lambda *weight: seen.append(weight))
+    assert {form for form, _ in seen} == {quantized.CASES["awq"][-1]} and not has_groups(model)
+    most = max(outputs for _, (outputs, _) in seen)
+    model = load(tmp_path, keeps_groups=True, takes=lambda form, shape: shape[0] != most)
+    weights = {".".join(map(str, path)): weight_of(module, name) for path, module, name in weights_of(model)}
+    for name, weight in weights.items():
+        if "_proj" in name:
+            assert weight.has_groups == (weight.shape[0] != most), name
+            np.testing.assert_array_equal(weight.dense(np), expected[f"model.{name}"])
+    assert has_groups(model) and not has_groups(model, lambda form, shape: True)
+    assert "become float32" in caplog.text and "products have no code for their groups" in caplog.text
 
 
 def test_rows_of_a_tensor_are_kept_as_leaves_of_several_layers(tmp_path):

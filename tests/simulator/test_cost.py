@@ -79,7 +79,7 @@ def test_weights_of_fewer_bits_are_read_faster_and_computed_alike():
 
 
 def test_a_mixture_reads_all_experts_and_computes_them_for_each_row_of_a_token():
-    without_kernels = GPUS["h100"]._replace(groups_experts=False)
+    without_kernels = GPUS["h100"]._replace(product_kernels=False)
     mixtral = Roofline(without_kernels, SHAPES["mixtral-8x7b"], launch_s=0)
     experts, others, output = 32 * 8 * 3 * 4096 * 14_336, 32 * (4096 * 128 * 80 + 8 * 4096), 32_000 * 4096
     assert mixtral.seconds(StepLoad(1, 1, 1, 0, 0)) == pytest.approx(2 * (experts + others + output) / BANDWIDTH)

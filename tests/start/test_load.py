@@ -11,7 +11,9 @@ from flax import nnx
 
 import jpaged
 from jpaged.models.registry import read_config
+from jpaged.start import load
 from jpaged.start.load import eos_token_ids
+from pallas_kernels.weights import Format
 from tests.models.test_checkpoint import assert_same
 from tests.start.test_resolve import MODEL
 from tests.support import architectures
@@ -69,3 +71,34 @@ def test_texts_end_with_the_tokenizers_own_token_too(own, expected):
     model = dataclasses.replace(MODEL, eos_token_ids=(2, 3))
     assert eos_token_ids(model, types.SimpleNamespace(eos_token_id=own)) == expected
     assert eos_token_ids(model, None) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "devices", "kernels", "keeps", "takes"),
+    [
+        ("cpu", None, 1, "auto", True, [True, True]),
+        ("cpu", None, 2, "auto", False, None),
+        ("gpu", 9.0, 1, "auto", True, [True, False]),
+        ("gpu", 9.0, 2, "auto", False, None),
+        ("gpu", 9.0, 1, "triton", False, None),
+        ("gpu", 8.9, 1, "auto", False, None),
+    ],
+)
+def test_weights_with_groups_stay_where_kernels_multiply_them(
+    platform, capability, devices, kernels, keeps, takes, monkeypatch
+):
+    """One Hopper GPU takes groups of 32 inputs, and no groups of 24."""
+    seen = {}
+    monkeypatch.setattr(load, "load_model", lambda *args, **options: seen.update(options))
+    monkeypatch.setattr(load, "fuse", lambda model, place, gates: seen.update(gates=gates))
+    monkeypatch.setattr(load, "described", lambda model: "")
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    resolved = types.SimpleNamespace(
+        device=device, model=None, dtype="bfloat16", quantization=None, config=types.SimpleNamespace(kernels=kernels)
+    )
+    setup = types.SimpleNamespace(resolved=resolved, placement=types.SimpleNamespace(of=None, size=devices))
+    load.load_params(setup, "somewhere")
+    assert seen["keeps_groups"] == keeps and seen.get("gates", True) == (platform == "cpu" or not keeps)
+    if keeps:
+        forms = [Format("int8", "float16", None, group) for group in (32, 24)]
+        assert [seen["takes"](form, (64, 192)) for form in forms] == takes

@@ -3,9 +3,9 @@
     python benchmarks/engine/cpu_bytes.py --out results      five minutes, 8 GB of memory
 
 The model is Llama 3.2 1B with random parameters, behind a short context. Quantized kinds have bfloat16 for everything
-else, the embedding included. A step reads all parameters of the layers, the embedding as the head, and keys and values;
-the bandwidth is that at which all threads read a large array in the same rounds. The parts of the step are those of
-`cpu_step.py`.
+else, the embedding included. A step reads all parameters of the layers, the embedding as the head, and keys and values.
+The bandwidth is that at which all threads read a large array in the same rounds, in one stream or four each. The parts
+of the step are those of `cpu_step.py`.
 """
 
 import argparse

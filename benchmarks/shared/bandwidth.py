@@ -1,5 +1,7 @@
 """Read bandwidth of a CPU: all of its threads read an array, as the kernels read weights."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -8,23 +10,30 @@ from pallas_kernels.cpu.ffi import CallFrame, register
 
 UNIT = 2**16  # numbers that a thread reads before it takes further ones
 VECTORS = 8  # read at once
+STREAMS = (1, 4)  # numbers of streams of a thread: one CPU reads one fastest, another one several
 
 
-def read(array_n: jax.Array) -> jax.Array:
-    """Return the sums of int32 numbers [N] in each of N / UNIT units, [N / UNIT] int32; N is a multiple of UNIT."""
+def read(array_n: jax.Array, streams: int) -> jax.Array:
+    """Return the sums of int32 numbers [N] in each of N / UNIT units, [N / UNIT] int32; N is a multiple of UNIT.
+
+    Each thread reads from 1 to VECTORS parts of a unit at the same time.
+    """
+    name, write = f"jpaged_benchmark_read_{streams}", partial(_sum, streams=streams)
     return jax.ffi.ffi_call(
-        register("jpaged_benchmark_read", lambda call: call.size(0, 0) // UNIT, _sum),
+        register(name, lambda call: call.size(0, 0) // UNIT, write),
         jax.ShapeDtypeStruct((array_n.size // UNIT,), jnp.int32),
     )(array_n)
 
 
-def _sum(call: CallFrame, unit: Value) -> None:
+def _sum(call: CallFrame, unit: Value, streams: int) -> None:
     """Write the code of a unit."""
     code, lanes, array = call.code, Machine.host().lanes, call.argument(0)
     sums = [Variable(code.splat(code.value(0, I32), lanes)) for _ in range(VECTORS)]
-    with code.loop(unit * UNIT, (unit + 1) * UNIT, VECTORS * lanes) as at:
+    length, vectors = UNIT // streams, VECTORS // streams
+    with code.loop(unit * UNIT, unit * UNIT + length, vectors * lanes) as at:
         for i, total in enumerate(sums):
-            total.set(total.get() + code.load_vector(array, at + i * lanes, I32, lanes))
+            place = at + (i // vectors * length + i % vectors * lanes)
+            total.set(total.get() + code.load_vector(array, place, I32, lanes))
     whole = sums[0].get()
     for total in sums[1:]:
         whole = whole + total.get()

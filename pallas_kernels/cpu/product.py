@@ -28,6 +28,7 @@ from pallas_kernels.transforms import with_derivatives
 from pallas_kernels.weights import Format, Weight
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
+FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 LEAST_O, STEP_O = 24, 12  # outputs of its blocks: at least, and in steps of
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
@@ -134,6 +135,7 @@ class _Writer:
         self.lanes = machine.lanes
         # The outputs and the rows of x that are computed at once: one sum in each of most registers.
         self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
+        self.most_t = 2 * self.tile_t  # rows of a stream
         self.first = STARTS + spec.has_experts  # argument of the first weight
 
     # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. In a
@@ -245,12 +247,18 @@ class _Writer:
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
         y, sums = self.call.result(number.get()), [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
-        with code.loop(start_o, stop_o, UNIT_O) as o:
-            end_o = code.minimum(o + UNIT_O, stop_o)
+        is_few = code.both(count.compare("<=", self.most_t), matrices[0].num_groups.compare("<=", MOST_GROUPS))
+        width = code.select(is_few, code.value(FEW_O, I64), code.value(UNIT_O, I64))
+        with code.loop(start_o, stop_o, width) as o:
+            end_o = code.minimum(o + width, stop_o)
             for matrix, sums_to in zip(matrices, sums):
                 first_o = expert * matrix.outputs
-                self._multiply(Block(matrix, rows, count, sums_to, UNIT_O, first_o + o, first_o + stop_o), end_o - o)
-            self._finish(matrices, sums, expert, (o, end_o), y, rows, count)
+                part = Block(matrix, rows, count, sums_to, width, first_o + o, first_o + stop_o)
+                with code.when(is_few):
+                    stream.write_sums(part, self.call.argument(X), end_o - o, self.most_t)
+                with code.when(code.invert(is_few)):
+                    self._multiply(part, end_o - o)
+            self._finish(matrices, sums, expert, (o, end_o), width, y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
             with (
@@ -273,14 +281,12 @@ class _Writer:
         return count.get()
 
     def _multiply(self, block: Block, num_o: Value) -> None:
-        """Write the sums of a block."""
+        """Write the sums of a block for many rows."""
         code, matrix, tile_o = self.code, block.matrix, self.tile_o
         so_far = code.scratch(BLOCK * UNIT_O * self.lanes, F32)
         converted = None if matrix.is_direct else code.scratch(tile_o * (WHOLE + matrix.step), F32)
         depth, last_o = matrix.inputs, num_o - num_o % tile_o
         segment = code.select(depth.compare("<=", WHOLE), depth, code.value(SEGMENT, I64))
-        most_t = 2 * self.tile_t  # rows of a stream
-        is_few = code.both(block.num_rows.compare("<=", most_t), matrix.num_groups.compare("<=", MOST_GROUPS))
 
         def part(first: Value, begin: Value) -> "_Part":
             stop, end = code.minimum(first + BLOCK, block.num_rows), code.minimum(begin + segment, depth)
@@ -292,13 +298,7 @@ class _Writer:
             with code.loop(last_o, num_o) as o:
                 yield o, 1
 
-        with code.when(is_few):
-            stream.write_sums(block, self.call.argument(X), num_o, most_t)
-        with (
-            code.when(code.invert(is_few)),
-            code.loop(0, block.num_rows, BLOCK) as first,
-            code.loop(0, depth, segment) as begin,
-        ):
+        with code.loop(0, block.num_rows, BLOCK) as first, code.loop(0, depth, segment) as begin:
             for o, several in strips():
                 self._strip(part(first, begin), o, several)
 
@@ -377,11 +377,11 @@ class _Writer:
                 several = pairs[n : n + lanes]
                 totals = code.sums([sums[pair].get() for pair in several])
                 for lane, (j, i) in enumerate(several):
-                    code.store(code.element(totals, lane), block.sums_to, UNIT_O * (r + j) + (o + i))
+                    code.store(code.element(totals, lane), block.sums_to, block.width * (r + j) + (o + i))
 
     def _finish(
-        self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], y: Value,
-        rows: Value, count: Value,
+        self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], of_row: Value,
+        y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
@@ -391,7 +391,7 @@ class _Writer:
         def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
             for matrix, sums_to in zip(matrices, sums):
-                value = code.load_vector(sums_to, r * UNIT_O + (o - start), F32, lanes)
+                value = code.load_vector(sums_to, r * of_row + (o - start), F32, lanes)
                 values.append(matrix.finish(value, expert * matrix.outputs + o, o, load))
             gate = activation(code, values[0])
             return gate * values[1] if self.spec.gated else gate

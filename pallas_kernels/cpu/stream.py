@@ -1,4 +1,4 @@
-"""Sums of products of a few rows, for which weights are read from memory once, in the order in which they lie there."""
+"""Sums of products of a few rows, for which weights are read from memory once, in one stream or in several."""
 
 import itertools
 from typing import NamedTuple
@@ -9,9 +9,8 @@ from pallas_kernels.cpu.code import F32, I8, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.matrix import CACHE_LINE, Matrix
 
 OUTPUTS = 4  # that are computed together
-SUMS = 8
 UNROLLED, MOST_UNROLLED = 4, 8  # loads of a turn of the loop without groups; most loads of a group without a loop
-AHEAD = 2048  # prefetch distance in bytes
+AHEAD = 2048  # prefetch distance of a single stream in bytes
 
 
 class Block(NamedTuple):
@@ -28,48 +27,59 @@ class Block(NamedTuple):
     rows: Value
     num_rows: Value
     sums_to: Value
-    width: int
+    width: Value
     first_o: Value
     stop_o: Value
 
 
+def _has_streams(matrix: Matrix, num_t: int) -> bool:
+    """Return whether outputs that are computed together lie far apart, so that each has its own stream of weights.
+
+    A core of a Zen 3 reads four streams at 1.3 times the rate of one. It reads twelve at a lower rate: those of the
+    factors of groups would be further ones. Requests of the code make it slower, unless multiplications take longer. A
+    Zen 5 reads fastest in one stream, with requests.
+    """
+    return Machine.host().lanes < 16 and not matrix.form.group and (num_t <= 2 or not matrix.is_narrow)
+
+
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
     """Write the sums of a block of `num_o` outputs for 1 to `most_t` rows of x."""
-    code = block.matrix.code
-    whole = num_o - num_o % OUTPUTS
+    code, whole = block.matrix.code, num_o - num_o % OUTPUTS
     # Of more than four rows, code for even numbers: the last row stands twice for odd ones.
     sizes = [num_t for num_t in range(1, most_t + 1) if num_t <= 4 or num_t % 2 == 0]
     for below, num_t in itertools.pairwise([0, *sizes]):
         is_size = code.both(block.num_rows.compare(">", below), block.num_rows.compare("<=", num_t))
         with code.when(is_size):
-            with code.loop(0, whole, OUTPUTS) as o:
-                _Stream(block, x, o, OUTPUTS, num_t).write()
+            has_streams = _has_streams(block.matrix, num_t)
+            distance, (stop, step) = (num_o // OUTPUTS, (num_o // OUTPUTS, 1)) if has_streams else (1, (whole, OUTPUTS))
+            with code.loop(0, stop, step) as o:
+                _Stream(block, x, [o + distance * i for i in range(OUTPUTS)], num_t).write()
             with code.loop(whole, num_o) as o:
-                _Stream(block, x, o, 1, num_t).write()
+                _Stream(block, x, [o], num_t).write()
 
 
 class _Stream:
     """Writer of the sums of some outputs for some rows."""
 
-    def __init__(self, block: Block, x: Value, o: Value, num_o: int, num_t: int):
-        self.block, self.matrix, self.o, self.num_o, self.num_t = block, block.matrix, o, num_o, num_t
+    def __init__(self, block: Block, x: Value, outputs: list[Value], num_t: int):
+        self.block, self.matrix, self.outputs, self.num_t = block, block.matrix, outputs, num_t
+        self.has_streams = _has_streams(block.matrix, num_t)
         matrix, self.code = self.matrix, self.matrix.code
-        self.row = block.first_o + o
         row_bytes = matrix.inputs * (2 if matrix.dots else 4)
         last = block.num_rows - 1
         numbers = [self.code.load(block.rows, self.code.minimum(last * 0 + t, last), I64) for t in range(num_t)]
         self.x = [self.code.at(x, number * row_bytes, I8) for number in numbers]
-        self.weights = [matrix.address(self.row + i) for i in range(num_o)]
+        self.rows = [block.first_o + o for o in outputs]
+        self.weights = [matrix.address(row) for row in self.rows]
         zero = self.code.value(0.0, ir.VectorType(F32, matrix.lanes))
-        self.sums = {(t, i): Variable(zero) for t in range(num_t) for i in range(num_o)}
+        self.sums = {(t, i): Variable(zero) for t in range(num_t) for i in range(len(outputs))}
 
     def write(self) -> None:
         """Write the sums and their store."""
-        code, matrix, num_o = self.code, self.matrix, self.num_o
-        self.factors = matrix.factors(self.row, num_o)
-        # Narrow weights take more instructions for each byte, which those of several outputs overlap. Wide ones are
-        # read fastest in one stream.
-        together = num_o if matrix.is_narrow else 1
+        code, matrix, num_o = self.code, self.matrix, len(self.outputs)
+        self.factors = matrix.factors(self.rows[0], num_o)  # groups: the rows are adjacent
+        # Narrow weights take more instructions for each byte, which those of several outputs overlap.
+        together = num_o if matrix.is_narrow or self.has_streams else 1
         while together > 1 and together * self.num_t > Machine.host().registers // 2:
             together //= 2
         for first in range(0, num_o, together):
@@ -79,21 +89,17 @@ class _Stream:
             several = pairs[n : n + lanes]
             totals = code.sums([self.sums[pair].get() for pair in several])
             for lane, (t, i) in enumerate(several):
-                code.store(code.element(totals, lane), self.block.sums_to, self.block.width * t + (self.o + i))
+                code.store(code.element(totals, lane), self.block.sums_to, self.block.width * t + self.outputs[i])
 
     def _add_all(self, outputs: range) -> None:
         """Add the products of all inputs to the sums of some outputs."""
         code, matrix = self.code, self.matrix
         step, depth = matrix.step, matrix.inputs
         turn = matrix.form.group or UNROLLED * step
-        size, turns = matrix.num_bytes(turn) * len(outputs), depth // turn
-        # Outputs that are multiplied together are read side by side: the requests are for the next ones.
-        ahead = len(outputs) if len(outputs) > 1 else 0
-        first = (self.row + (outputs[0] + ahead)) * matrix.row_bytes + AHEAD
-        last = self.block.stop_o * matrix.row_bytes - CACHE_LINE
+        turns = depth // turn
         with code.loop(0, turns) as n:
-            for line in range(0, size, CACHE_LINE):
-                matrix.prefetch_once(code.minimum(first + (n * size + line), last))
+            if not self.has_streams:
+                self._prefetch(outputs, n, turn)
             if turn <= MOST_UNROLLED * step:
                 for part in range(0, turn, step):
                     self._add(outputs, n * turn + part, n)
@@ -108,6 +114,16 @@ class _Stream:
         if not matrix.dots:
             with code.when(whole.compare("<", depth)):
                 self._add(outputs, whole, whole, depth - whole)
+
+    def _prefetch(self, outputs: range, n: Value, turn: int) -> None:
+        """Request as many bytes of the single stream as a turn of the loop multiplies."""
+        matrix, size = self.matrix, self.matrix.num_bytes(turn) * len(outputs)
+        # Outputs that are multiplied together are read side by side: the requests are for the next ones.
+        ahead = len(outputs) if len(outputs) > 1 else 0
+        first = (self.rows[0] + (outputs[0] + ahead)) * matrix.row_bytes + AHEAD
+        last = self.block.stop_o * matrix.row_bytes - CACHE_LINE
+        for line in range(0, size, CACHE_LINE):
+            matrix.prefetch_once(self.code.minimum(first + (n * size + line), last))
 
     def _add(self, outputs: range, k: Value, group: Value, left: Value | None = None) -> None:
         """Add the products of `step` inputs from k on, or of the `left` last ones."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Weight, cpu, reference
-from pallas_kernels.cpu.product import BLOCK, SEGMENT, UNIT_T, WHOLE
+from pallas_kernels.cpu.product import BLOCK, FEW_O, SEGMENT, UNIT_T, WHOLE
+from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import pack, quantize, unpack
 from tests.kernels.implementations import ops_of
@@ -72,6 +73,17 @@ def test_a_row_has_the_same_bits_next_to_any_others(name, depth, dtype):
     together = multiply(x_ti)
     for first, stop in ((0, 1), (5, 7), (BLOCK - 2, BLOCK + 14), (UNIT_T - 1, 2 * UNIT_T - 1), (999, 1000)):
         np.testing.assert_array_equal(multiply(x_ti[first:stop]), together[first:stop])
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "int4 in groups of 32"])
+def test_few_rows_of_more_outputs_than_are_finished_at_once(name):
+    """The outputs of a thread are no multiple of any number."""
+    x_ti, weight = x_of(40, 64), weight_in(FORMS[name], 2 * FEW_O * num_threads() + 7, 64)
+    multiply = jax.jit(lambda x_ti: OPS["cpu"].product(x_ti, weight))
+    together = multiply(x_ti)
+    assert_product(together, np.asarray(x_ti, np.float64) @ exact_matrix(weight).T, 64)
+    for rows in (1, 2, 4, 7):
+        np.testing.assert_array_equal(multiply(x_ti[:rows]), together[:rows])
 
 
 @pytest.mark.parametrize("implementation", OPS)

@@ -73,6 +73,8 @@ def test_a_product_by_rows_has_one_order_and_that_of_xla_does_not(dtype):
 
 
 def test_a_loop_over_one_row_is_noticed(monkeypatch):
+    if pytest.importorskip("pallas_kernels.cpu.code").Machine.host().lanes < 16:
+        pytest.skip("without AVX-512 XLA multiplies a single row in the order of a loop")
     monkeypatch.setattr(rows, "LEAST", 1)
     plain = weight(None, 72, 160, "float32", bias=False)
     assert sizes_that_differ(lambda x: BY_ROWS.product(x, plain), 160) == [1]
@@ -92,7 +94,7 @@ def test_products_by_rows_are_those_of_the_definition(form):
     expected = np.asarray(reference_ops().product(x, experts, **options)).copy()
     expected[7:] = 0  # rows of no expert
     found = BY_ROWS.product(x, experts, **options)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-5)
     some = BY_ROWS.product(x, experts, **options, wanted_t=wanted)
     np.testing.assert_array_equal(some, np.where(wanted[::-1, None], found, 0))
 

@@ -224,9 +224,9 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
     resolved, place, dtype = setup.resolved, setup.placement.of, str(setup.resolved.dtype)
     device, is_one = resolved.device, setup.placement.size == 1
     is_cpu = device.platform == "cpu"
-    multiplies = is_one and has_products(
+    multiplies = not is_cpu and is_one and has_products(
         resolved.config.kernels, device.platform, device.compute_capability, dtype
-    )  # on a GPU
+    )  # fmt: skip
     model = load_model(
         directory, resolved.model, dtype=dtype, load_format=load_format, seed=seed, progress=progress, place=place,
         quantization=resolved.quantization, keeps_groups=multiplies or (is_cpu and is_one),

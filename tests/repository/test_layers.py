@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest first. Within a line, modules of one package may import each other, packages may not.
 LAYERS = [
+    ["jpaged.checkpoint_files"],
     [
         "pallas_kernels",
         "jpaged.setting",
-        "jpaged.checkpoint_files",
         "jpaged.gguf_file",
         "jpaged.child",
         "jpaged.progress",

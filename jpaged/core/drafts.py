@@ -13,8 +13,8 @@ from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
 MAX_REST = 16  # tokens without a search for drafts
-# Tokens without a draft model, which costs more than a search; and the share of its drafts that a trial expects.
-FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL, RATE_OF_MODEL = 3, 127, 0.9
+FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
+RATE_OF_MODEL = 0.9  # share of its drafts that are expected to be kept in a trial
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 4  # that are kept of equal tokens
 
@@ -241,7 +241,7 @@ class ModelDrafter(Drafter):
         self._taken = num_tokens, drafts
 
     def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
-        """Return the drafts that the model has computed after some tokens, or those that a grammar forces."""
+        """Return the forced tokens, or without any the drafts of the model after the present tokens."""
         if forced:
             return super().propose(tokens, forced, most, others)
         num_tokens, drafts = self._taken

@@ -1,11 +1,12 @@
 """Draft model: a smaller model that continues the sequences of an engine, in an engine of its own."""
 
+import contextlib
 from collections.abc import Sequence as Series
 from typing import TYPE_CHECKING
 
 from jpaged.core.commands import Command, ResetPrefixCache, Sleep, UpdateParams, WakeUp
 from jpaged.core.drafting import Wanted
-from jpaged.core.params import SamplingParams
+from jpaged.core.params import InvalidParameter, SamplingParams
 from jpaged.core.request import Request, Sequence
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ class DraftModel:
         A long text takes several rounds, each with a chunk of it. Until then the sequence has no drafts, so that the
         others do not wait for it.
         """
-        engine = self._engine
-        asked = {sequence: self._ask(sequence, count) for sequence, count in wanted}
+        engine, asked = self._engine, {}
+        for sequence, count in wanted:
+            with contextlib.suppress(InvalidParameter):  # a sequence that exceeds the pool, or a token of padding
+                asked[sequence] = self._ask(sequence, count)
         engine.step()
         for request in asked.values():
             if not request.finished and not request.sequences[0].num_output_tokens:

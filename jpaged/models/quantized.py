@@ -139,7 +139,7 @@ def is_quantized(model: Model) -> bool:
 
 
 def has_groups(model: Model, takes: Takes | None = None) -> bool:
-    """Return whether a model has quantized weights with scales of groups of inputs, other than those that `takes`."""
+    """Return whether a model has weights with scales of groups of inputs, except weights that products take."""
     weights = (weight_of(module, name) for _, module, name in weights_of(model))
     return any(each.has_groups and not (takes and takes(each.format, each.shape)) for each in weights)
 

@@ -107,8 +107,9 @@ def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> 
     resolved, config = setup.resolved, setup.resolved.config
     runner = place(load_checkpoint(setup, progress=progress), setup)
     measured = measure(runner, resolved, beside=beside.blocks.block_bytes, progress=progress)
-    engine = Engine(_scheduler_of(setup, measured), runner, max_in_flight=2 if config.async_scheduling else 1)
-    return DraftModel(engine), DraftModelLimits(resolved.limits.max_model_len, measured.decode_costs)
+    scheduler = _scheduler_of(setup, measured)
+    engine = Engine(scheduler, runner, max_in_flight=2 if config.async_scheduling else 1)
+    return DraftModel(engine), DraftModelLimits(scheduler.capacity.max_sequence_len(), measured.decode_costs)
 
 
 def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimits | None = None) -> Scheduler:

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
         x_ti: [T, I], T a multiple of the rows of a tile.
         values: the numbers [E, O, I] of each weight, [E, O, I/2] if they are packed; E = 1 without experts.
         factors: scales and minima of groups of inputs, [E, O, groups], those of a weight after those of the one before.
-        scales, biases: factors of the sums and what is added to them, [E, O] float32 each; (): none.
+        scales, biases: factors and addends of the sums, [E, O] float32 each; (): none.
         expert_r: [R] int32, the expert of each tile of rows; None: there are none.
         num_tiles: [1] int32, number of tiles of rows in use.
     """

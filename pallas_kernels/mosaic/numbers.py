@@ -135,7 +135,7 @@ def unpack_registers(_: Any, numbers: Any, *, pattern: int) -> Any:
 
 
 def _factors(factors: Sequence[Groups], form: Format, dtype: Any, groups: int) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scales of a tile's groups and what is added to the scaled numbers, [groups, 64] each."""
+    """Return the scales and the addends of a tile's groups, [groups, 64] each."""
     exact = [plgpu.load(ref.at[:, pl.ds(first, groups)].T, layout=COLUMN, optimized=False) for ref, first in factors]
     if groups == 1:  # Mosaic can take a row of several only
         exact = [jnp.concatenate([row, row]) for row in exact]

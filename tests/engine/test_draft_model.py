@@ -1,4 +1,4 @@
-"""A draft model beside a model: the outputs are those without drafts, to the bit, whatever becomes of the drafts."""
+"""A draft model beside a model: outputs have the bits of an engine without drafts, also if the draft model fails."""
 
 import dataclasses
 
@@ -14,6 +14,7 @@ from tests.core import traffic
 from tests.engine.conftest import drafting_config, drafts_of
 from tests.engine.test_drafts import STORY, TOKENIZER, mixed, run
 from tests.support import checkpoints, models
+from tests.support.trees import nested
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +130,7 @@ def test_an_engine_goes_on_without_a_draft_model_that_fails(directory, engine, m
         broken.abort(name)
 
 
-def test_where_its_pool_is_full_some_sequences_have_nodrafts_of(engine, monkeypatch):
+def test_where_its_pool_is_full_some_sequences_have_no_drafts(engine, monkeypatch):
     requests = [(STORY * 3, SamplingParams(max_tokens=30, temperature=0, seed=i)) for i in range(6)]
     expected, _ = run(engine, requests, drafts=False)
     small, _ = traffic.make(blocks=9, size=8, seqs=8, tokens=48, length=160)
@@ -138,23 +139,17 @@ def test_where_its_pool_is_full_some_sequences_have_nodrafts_of(engine, monkeypa
     monkeypatch.setattr(engine, "_draft_model", few)
     found, scheduler = run(engine, requests)
     assert found == expected and scheduler.num_kept > 0
-    assert small.pool.num_used == 0 and not small.requests
+    assert scheduler.drafting.max_drafts > 0, "sequences that are longer than the pool do not end the draft model"
+    assert max(len(request[0][0]) for request in found) > 9 * 8 and small.pool.num_used == 0 and not small.requests
 
 
 def test_it_sleeps_wakes_and_forgets_with_the_engine(engine):
-    params = {name: array for name, array in zip(engine.runner.tree.expected, engine.runner.params)}
-    nested: dict = {}
-    for name, array in params.items():
-        *parents, last = name.split(".")
-        at = nested
-        for parent in parents:
-            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
-        at[last] = array
+    tree = dict(zip(engine.runner.tree.expected, engine.runner.params, strict=True))
     expected, _ = run(engine, mixed()[:2], drafts=False)
     runner = drafting(engine).runner
     engine.control(Sleep(level=2))
     assert not runner.params
-    engine.control(UpdateParams(nested))
+    engine.control(UpdateParams(nested(tree)))
     assert runner.params
     engine.control(WakeUp())
     found, scheduler = run(engine, mixed()[:2])

@@ -19,6 +19,7 @@ from jpaged.serving.metrics import Metrics
 from jpaged.tokenizer import Vocabulary
 from tests.core import traffic
 from tests.support import models
+from tests.support.trees import nested
 
 TOKENIZER = models.byte_tokenizer()
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3}
@@ -260,14 +261,7 @@ def test_an_update_of_parameters_between_drafts_and_their_result(engine):
     for _ in range(5):
         engine.step()
     tree = dict(zip(engine.runner.tree.expected, engine.runner.params, strict=True))
-    nested: dict = {}
-    for name, array in tree.items():
-        *parents, last = name.split(".")
-        at = nested
-        for parent in parents:
-            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
-        at[last] = array
-    engine.control(UpdateParams(nested))
+    engine.control(UpdateParams(nested(tree)))
     request = engine.scheduler.requests["0"]
     while engine.has_work:
         engine.step()

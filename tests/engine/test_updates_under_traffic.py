@@ -11,6 +11,7 @@ from jpaged.core.commands import UpdateParams
 from jpaged.start.load import load_engine
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
+from tests.support.trees import nested
 
 pytestmark = pytest.mark.slow
 
@@ -41,21 +42,10 @@ def parameters(engines):
     served, fresh = engines
     old = served.runner.params
     new = [jax.numpy.flip(x) for x in old]
-    trees = [_tree(served, arrays) for arrays in (old, new)]
+    trees = [nested(dict(zip(served.runner.tree.expected, arrays, strict=True))) for arrays in (old, new)]
     fresh.control(UpdateParams(trees[1]))
     yield trees
     served.control(UpdateParams(trees[0]))
-
-
-def _tree(engine, arrays):
-    tree = {}
-    for name, array in zip(engine.runner.tree.expected, arrays, strict=True):
-        *parents, last = name.split(".")
-        at = tree
-        for parent in parents:
-            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
-        at[last] = array
-    return tree
 
 
 def start(engine):

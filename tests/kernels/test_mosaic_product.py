@@ -122,7 +122,7 @@ def test_it_is_that_of_float64(form, rows, dtype):
 def test_it_is_that_of_float64_with_groups(form, rows, dtype):
     """To the bit: all of these numbers are exact in the rows' dtype, and their sums in float32."""
     if "fp8" in form and dtype == "float16":
-        return
+        pytest.skip("fp8 needs rows of bfloat16")
     inputs = 512 if rows < 100 else 256
     x_ti = jnp.round(2 * x_of(rows, inputs)).astype(dtype)
     weight = grouped_weight(form, 128 if rows > 64 else 64, inputs)
@@ -135,9 +135,9 @@ def test_it_is_that_of_float64_with_groups(form, rows, dtype):
     cases([("int4 in groups of 32", "bfloat16")], GROUPED, ("bfloat16", "float16")),
 )  # fmt: skip
 def test_errors_are_those_of_few_roundings(form, dtype):
-    """Independent ones: of scales, scaled numbers, what is added to them, and weights."""
+    """The errors of scales, scaled numbers, addends and weights are independent."""
     if "fp8" in form and dtype == "float16":
-        return
+        pytest.skip("fp8 needs rows of bfloat16")
     x_ti, weight = x_of(65, 512, dtype), weight_in(FORMS[form], 128, 512)
     [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, weight))
     scaled = exact_matrix(weight._replace(minima=None))

@@ -18,6 +18,7 @@ from jpaged.runtime.parameters import ModuleArrays, ParamTree, by_name, explain_
 from jpaged.runtime.placement import Placement
 from tests.runtime.test_runner import Compilations
 from tests.support import models
+from tests.support.trees import nested
 
 CONFIG = ModelConfig.from_hf(models.TINY)
 NORM = "layers.1.input_layernorm.scale"
@@ -44,17 +45,6 @@ def leaves(model):
 
 def pointers(arrays):
     return [array.unsafe_buffer_pointer() for array in arrays]
-
-
-def nested(leaves):
-    tree = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split(".")
-        at = tree
-        for parent in parents:
-            at = at.setdefault(int(parent) if parent.isdigit() else parent, {})
-        at[last] = leaf
-    return tree
 
 
 @pytest.mark.parametrize("form", [lambda m: m, nnx.state, lambda m: nnx.to_pure_dict(nnx.state(m))])

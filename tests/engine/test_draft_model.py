@@ -193,7 +193,7 @@ def test_errors_of_a_draft_model_name_the_setting(directory):
             prepare(drafting_config(directory, speculative_config=drafts_of(directory, **settings)))
 
 
-def test_a_draft_model_has_a_shorter_context_and_fewer_sequences(directory):
+def test_a_draft_model_has_the_limits_of_the_engine_and_fewer_sequences(directory):
     setup = prepare(drafting_config(directory, max_model_len=None, speculative_config=drafts_of(directory)))
     limits = setup.draft_model.resolved.limits
     assert limits.max_model_len == setup.resolved.limits.max_model_len

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progres
         later: compile the shape that serves any step, and the others in the background, beside traffic.
 
     Returns:
-        The costs of steps of the shapes that doubling gives.
+        The costs of steps of the shapes that doubling gives, and of one sequence where padding costs nothing.
 
     Raises:
         ValueError: a step needs more memory than the pool leaves.
@@ -119,12 +119,13 @@ def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progres
         rows.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
         run: Callable[[Bucket], Any] = lambda bucket: runner.run_padding(buckets.fit(*bucket), bucket.num_tokens)
-        costs = _stored(runner, limits, "steps", {bucket: partial(run, bucket) for bucket in ladders})
+        measured = ladders if runner.pads else (*ladders, Bucket(1, 1, True))  # a single stream
+        costs = _stored(runner, limits, "steps", {bucket: partial(run, bucket) for bucket in dict.fromkeys(measured)})
         if runner.pads and (further := further_shapes(costs)):
             runner.shapes.add(further)
             runner.compile(list(further), progress=progress)
-    forget = partial(forget_costs, _costs_folder(), _costs_key(runner, limits, "steps"))
-    runner.watch = StepWatch(costs, forget, padded=runner.pads)
+    keys = [_costs_key(runner, limits, name) for name in ("steps", "drafts")]  # measured at the same time
+    runner.watch = StepWatch(costs, partial(forget_costs, _costs_folder(), keys), padded=runner.pads)
     logger.info("compiled in %.1f seconds", time.monotonic() - start)
     return costs
 
@@ -267,10 +268,11 @@ def costs_file(folder: Path, key: str) -> Path | None:
     return usable and usable / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def forget_costs(folder: Path, key: str) -> None:
-    """Let the next start measure the costs of a key again."""
-    if path := costs_file(folder, key):
-        path.unlink(missing_ok=True)
+def forget_costs(folder: Path, keys: Iterable[str]) -> None:
+    """Let the next start measure the costs of some keys again."""
+    for key in keys:
+        if path := costs_file(folder, key):
+            path.unlink(missing_ok=True)
 
 
 def stored_costs(

@@ -4,7 +4,16 @@ from collections.abc import Sequence as Series
 
 from jpaged.config import DRAFTING_SEQS, Limits, Speculation
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.drafts import UNKNOWN, DecodeCosts, Drafter, DraftModelLimits, Lookup, ModelDrafter, Proposer
+from jpaged.core.drafts import (
+    UNKNOWN,
+    DecodeCosts,
+    Drafter,
+    DraftModelLimits,
+    Lookup,
+    ModelDrafter,
+    Proposer,
+    Rounds,
+)
 from jpaged.core.past_outputs import Past, PastOutputs
 from jpaged.core.request import Request, Sequence
 
@@ -31,7 +40,8 @@ class Drafting:
         self.past_outputs: PastOutputs | None = None
         if self.settings is not None and self.settings.outputs:
             self.past_outputs = PastOutputs(self.settings, pool)
-        self._costs, self._model = costs, model or DraftModelLimits(limits.max_model_len, UNKNOWN)
+        self._costs, model = costs, model or DraftModelLimits(limits.max_model_len, UNKNOWN)
+        self._max_model_len, self._rounds = model.max_model_len, Rounds(model.costs)
 
     def stop(self) -> None:
         """Let no step have drafts from now on."""
@@ -44,7 +54,7 @@ class Drafting:
             return None
         most = getattr(request.params, "num_speculative_tokens", None)
         if settings.model is not None:
-            return ModelDrafter(settings, self._costs, self._model, most)
+            return ModelDrafter(settings, self._costs, self._max_model_len, self._rounds, most)
         proposers: list[Proposer] = [Lookup(settings.longest, settings.shortest)]
         if self.past_outputs is not None:
             proposers.append(Past(self.past_outputs, request.cache_salt, self.past_outputs.epoch))
@@ -68,3 +78,9 @@ class Drafting:
             if count := drafter.wanted(sequence.num_tokens, min(most, left), others):
                 wanted.append((sequence, count))
         return wanted
+
+    def learn(self, wanted: Series[Wanted], seconds: float) -> None:
+        """Take note of the time that the draft model took for some sequences."""
+        drafts = max(count for _, count in wanted)
+        context = sum(sequence.num_tokens for sequence, _ in wanted) // len(wanted)
+        self._rounds.learn(drafts, len(wanted), context, seconds)

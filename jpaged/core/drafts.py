@@ -14,6 +14,7 @@ from jpaged.config import Speculation
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
 MAX_REST = 16  # tokens without a search for drafts
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
+LONG_ROUND = 4  # times its expected cost, beyond which the time of a round is not believed
 RATE_OF_MODEL = 0.9  # share of its drafts that are expected to be kept in a trial
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 4  # that are kept of equal tokens
@@ -45,6 +46,27 @@ class DraftModelLimits(NamedTuple):
 
     max_model_len: int
     costs: DecodeCosts
+
+
+class Rounds:
+    """Costs of the rounds of a draft model: its measured steps, and the rest of a round as past rounds tell it."""
+
+    def __init__(self, costs: DecodeCosts):
+        self._costs, self._rest = costs, 0.0
+
+    def cost(self, drafts: int, each: int, context: int) -> float:
+        """Return the seconds of a round of some drafts for each of some sequences; 0 if they are unknown."""
+        return drafts * self._costs.of(each, context) + self._rest if self._costs.seconds and drafts else 0.0
+
+    def learn(self, drafts: int, each: int, context: int, seconds: float) -> None:
+        """Take note of a past round. One that took far longer, as while a shape is compiled, counts as a long one."""
+        if self._costs.seconds:
+            steps = drafts * self._costs.of(each, context)
+            self._rest += MEMORY * (min(seconds, LONG_ROUND * (steps + self._rest)) - steps - self._rest)
+
+    def forget(self) -> None:
+        """Believe the past rounds less, so that a round is tried again at some time."""
+        self._rest *= 1 - MEMORY
 
 
 class Found(NamedTuple):
@@ -197,15 +219,22 @@ class ModelDrafter(Drafter):
     """Drafter of a sequence whose drafts a draft model computes before the step.
 
     At first and after each rest one round is a trial. Its result alone decides whether another one follows.
+
+    Args:
+        max_model_len: maximum tokens of a sequence of the draft model.
+        rounds: costs of the draft model.
     """
 
-    def __init__(self, settings: Speculation, costs: DecodeCosts, model: DraftModelLimits, most: int | None = None):
+    def __init__(
+        self, settings: Speculation, costs: DecodeCosts, max_model_len: int, rounds: Rounds, most: int | None = None
+    ):
         super().__init__(settings, costs, (), most)
-        self._model, self._rest, self._rate, self._is_trial = model, FIRST_REST_OF_MODEL, RATE_OF_MODEL, True
+        self._max_model_len, self._rounds = max_model_len, rounds
+        self._rest, self._rate, self._is_trial = FIRST_REST_OF_MODEL, RATE_OF_MODEL, True
         self._taken: tuple[int, Sequence[int]] = 0, ()  # the number of tokens before the drafts, and the drafts
 
     def __copy__(self) -> "ModelDrafter":
-        other = ModelDrafter(self._settings, self._costs, self._model, self._most)
+        other = ModelDrafter(self._settings, self._costs, self._max_model_len, self._rounds, self._most)
         other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
         other._is_trial = self._is_trial
         return other
@@ -219,10 +248,11 @@ class ModelDrafter(Drafter):
         """
         if num_tokens <= self.rests_until:
             return 0
-        most = max(0, min(most, self._most, self._model.max_model_len - num_tokens))
+        most = max(0, min(most, self._most, self._max_model_len - num_tokens))
         count = self._best(most, others, num_tokens, self._rate)
         if not count:
             self._rest_after(num_tokens, False, MAX_REST_OF_MODEL)
+            self._rounds.forget()
             self._rate, self._is_trial = RATE_OF_MODEL, True
         return count
 
@@ -251,6 +281,5 @@ class ModelDrafter(Drafter):
         return others + 1
 
     def _cost(self, drafts: int, others: int, context: int) -> float:
-        each, costs = others + 1, self._model.costs
-        step = self._costs.of(each * (1 + drafts), context)
-        return step + drafts * costs.of(each, context) if costs.seconds else step
+        each = others + 1
+        return self._costs.of(each * (1 + drafts), context) + self._rounds.cost(drafts, each, context)

@@ -393,13 +393,16 @@ class Engine:
         """Return the drafts of the draft model for the next step. If it fails, the engine goes on without it."""
         if self._draft_model is None or not (wanted := self.scheduler.wanted_drafts()):
             return NO_DRAFTS
+        start = self._clock()
         try:
-            return self._draft_model.propose(wanted)
+            drafts = self._draft_model.propose(wanted)
         except Exception:
             logger.exception("the draft model has failed, and is not used until the next start")
             self._draft_model = None
             self.scheduler.drafting.stop()
             return NO_DRAFTS
+        self.scheduler.drafting.learn(wanted, self._clock() - start)
+        return drafts
 
     def _constraint(self, row: int) -> "Constraint | None":
         return cast("Constraint | None", self.scheduler.rows[row].constraint)

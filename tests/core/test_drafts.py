@@ -14,9 +14,9 @@ from jpaged.core.drafts import (
     UNKNOWN,
     DecodeCosts,
     Drafter,
-    DraftModelLimits,
     Lookup,
     ModelDrafter,
+    Rounds,
 )
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from tests.core import traffic
@@ -191,7 +191,7 @@ MODEL_COSTS = DecodeCosts([0.3] * 64)  # a tenth of a step of one token
 
 
 def model_drafter(costs=COSTS, model_costs=MODEL_COSTS, longest=1000, most=None):
-    return ModelDrafter(SETTINGS, costs, DraftModelLimits(longest, model_costs), most)
+    return ModelDrafter(SETTINGS, costs, longest, Rounds(model_costs), most)
 
 
 def test_a_draft_model_computes_as_many_drafts_as_pay():
@@ -206,6 +206,27 @@ def test_a_draft_model_computes_as_many_drafts_as_pay():
     assert sure.wanted(10, 4, 0) == sure.wanted(10, 4, 1) == 4
     assert sure.wanted(10, 4, 60) == 0, "with 60 others that have drafts, each draft of both models has its price"
     assert sure.rests_until > 10 and copy.copy(sure).wanted(10, 4, 1) == 0, "a copy rests with it"
+
+
+def test_rounds_of_a_draft_model_cost_what_past_rounds_took():
+    rounds = Rounds(MODEL_COSTS)
+    drafter = ModelDrafter(SETTINGS, COSTS, 1000, rounds)
+    assert drafter.wanted(10, 4, 0) == 4 and rounds.cost(4, 1, 10) == pytest.approx(1.2) and rounds.cost(0, 1, 10) == 0
+    rounds.learn(4, 1, 10, 1000.0)
+    assert rounds.cost(4, 1, 10) < 2, "a single round that took very long is not believed"
+    for _ in range(60):
+        rounds.learn(4, 1, 10, 14.2)
+    assert rounds.cost(2, 1, 10) == pytest.approx(13.6, rel=0.01) and drafter.wanted(11, 4, 0) == 0
+    tokens = 11
+    while not drafter.wanted(tokens, 4, 0):
+        tokens = drafter.rests_until + 1
+    assert 11 < tokens < 5000, "it is tried again"
+    for _ in range(60):
+        rounds.learn(4, 1, 10, 1.2)
+    assert drafter.wanted(tokens, 4, 0) == 4, "it is faster again"
+    unknown = Rounds(UNKNOWN)
+    unknown.learn(4, 1, 10, 1.0)
+    assert unknown.cost(4, 1, 10) == 0
 
 
 def test_a_draft_model_is_asked_within_its_context_and_the_limit_of_the_request():

@@ -198,8 +198,13 @@ class Limits:
 
     @property
     def blocks_per_seq(self) -> int:
-        """Maximum KV blocks of a sequence."""
+        """Maximum KV blocks of a sequence in a group of layers."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """Maximum tokens of the steps in flight: one is planned while another one runs."""
+        return 2 * self.max_num_batched_tokens
 
 
 _model, _memory, _scheduling = (partial(setting, group=group) for group in ("model", "memory", "scheduling"))

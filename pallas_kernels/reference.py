@@ -132,10 +132,12 @@ def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: Attent
         positions_c = i * tile_kv + jnp.arange(tile_kv)
         written_sc = positions_c < lens_s[:size, None]
         blocks_sj = lax.dynamic_slice_in_dim(tables_sw[:size], i * blocks_per_tile, blocks_per_tile, axis=1)
-        kv_skch = _gathered((k_pool, v_pool), blocks_sj, written_sc, q_snh.dtype)
-        seen_sc = written_sc
+        held_sc = seen_sc = written_sc
         if options.window is not None:
-            seen_sc &= positions_c >= lens_s[:size, None] - options.window
+            oldest_s1 = lens_s[:size, None] - options.window
+            held_sc &= positions_c >= oldest_s1 // block_size * block_size
+            seen_sc &= positions_c >= oldest_s1
+        kv_skch = _gathered((k_pool, v_pool), blocks_sj, held_sc, q_snh.dtype)
         return _add_tile(carry, q_skgh[:size], kv_skch, seen_sc[:, None, None], options, "skgh,skch->skgc", _sum)
 
     start = _start(q_skgh, (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s), options)
@@ -285,18 +287,20 @@ def _attend(
     def tile(i: jax.Array, carry: Carry) -> Carry:
         positions_c = i * tile_kv + jnp.arange(tile_kv)
         blocks_j = lax.dynamic_slice_in_dim(block_table_w, i * blocks_per_tile, blocks_per_tile)
-        kv_kch = _gathered(pools, blocks_j, positions_c < num_keys, q_qnh.dtype)
+        held_c = (positions_c < num_keys) & (positions_c >= oldest // block_size * block_size)
+        kv_kch = _gathered(pools, blocks_j, held_c, q_qnh.dtype)
         seen_rc = positions_c <= positions_r[:, None]
         if window is not None:
             seen_rc &= positions_c > positions_r[:, None] - window
         return _add_tile(carry, q_krh, kv_kch, seen_rc, options, "krh,kch->krc", partial(jnp.sum, axis=-1))
 
-    first: jax.Array | int = 0
+    oldest: jax.Array | int = 0  # key that any query sees
     if window is not None:
-        oldest = jnp.min(jnp.where(positions_q < 0, num_keys, positions_q))
-        first = jnp.maximum(oldest - window + 1, 0) // tile_kv
+        oldest = jnp.maximum(jnp.min(jnp.where(positions_q < 0, num_keys, positions_q)) - window + 1, 0)
     start = _start(q_krh, (q_qnh, positions_q, pools, block_table_w, num_keys), options)
-    o_krh, lse_kr = _finished(lax.fori_loop(first, (num_keys + tile_kv - 1) // tile_kv, tile, start), options)
+    o_krh, lse_kr = _finished(
+        lax.fori_loop(oldest // tile_kv, (num_keys + tile_kv - 1) // tile_kv, tile, start), options
+    )
 
     def by_query(x: jax.Array) -> jax.Array:
         return x.reshape(num_kv_heads, num_queries, group, *x.shape[2:]).swapaxes(0, 1)
@@ -319,21 +323,21 @@ def _whole_tiles(tables: jax.Array, tokens: int, block_size: int) -> tuple[jax.A
     return jnp.pad(tables, [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % blocks)]), blocks
 
 
-def _gathered(pools: Pools, blocks: jax.Array, written: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _gathered(pools: Pools, blocks: jax.Array, held: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return keys and values of blocks [..., J], each [..., K, C, H].
 
     Args:
-        written: [..., C] bool, the tokens of the context. Values of the others are 0.
+        held: [..., C] bool, the tokens of the context, without blocks that a window has passed. Other values are 0.
     """
     block_size = pools[0].shape[2]
-    blocks = jnp.where(written[..., ::block_size], blocks, 0)  # past the context: may be anything
+    blocks = jnp.where(held[..., ::block_size], blocks, 0)  # past the context and before the window: may be anything
 
     def tokens(pool: jax.Array) -> jax.Array:
-        shape = *blocks.shape[:-1], pool.shape[1], written.shape[-1], pool.shape[3]
+        shape = *blocks.shape[:-1], pool.shape[1], held.shape[-1], pool.shape[3]
         return _blocks(pool, blocks).swapaxes(-4, -3).reshape(shape).astype(dtype)
 
     k, v = map(tokens, pools)
-    return k, jnp.where(written[..., None, :, None], v, 0)  # 0 * NaN is NaN
+    return k, jnp.where(held[..., None, :, None], v, 0)  # 0 * NaN is NaN
 
 
 def _start(q: jax.Array, like: Any, options: AttentionOptions) -> Carry:

@@ -61,9 +61,9 @@ class Case(NamedTuple):
         admission, step = decode_plans(self.decodes, self.context, num_blocks, BLOCK_SIZE)
         if not self.chunk:
             return admission, step
-        used = {block for sequence in admission.admitted for block in sequence.block_ids}
+        used = {block for sequence in admission.admitted for block in sequence.block_ids[0]}
         free = tuple(block for block in range(num_blocks) if block not in used)[: -(-self.chunk // BLOCK_SIZE)]
-        prompt = Admitted(self.decodes, (7,) * self.chunk, self.chunk, SamplingParams(), 0, free)
+        prompt = Admitted(self.decodes, (7,) * self.chunk, self.chunk, SamplingParams(), 0, (free,))
         rows = (*step.rows, Scheduled(self.decodes, 0, self.chunk, 1))
         return StepPlan(admitted=(*admission.admitted, prompt)), StepPlan(rows)
 

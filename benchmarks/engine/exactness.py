@@ -90,7 +90,7 @@ def _plans(vocab_size: int, prompts: Groups, decodes: Groups) -> Iterator[StepPl
     tokens = [tuple(rng.integers(0, vocab_size, length).tolist()) for length in LENGTHS]
     tables = [tuple(range(row * WIDTH, row * WIDTH + WIDTH)) for row in range(len(LENGTHS))]
     for rows in prompts:
-        admitted = tuple(Admitted(row, tokens[row], LENGTHS[row], params, row, tables[row]) for row in rows)
+        admitted = tuple(Admitted(row, tokens[row], LENGTHS[row], params, row, (tables[row],)) for row in rows)
         yield StepPlan(tuple(Scheduled(row, 0, LENGTHS[row], 1) for row in rows), admitted=admitted)
     for step in range(DECODES):
         for rows in decodes:

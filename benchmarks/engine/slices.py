@@ -174,7 +174,7 @@ def plans(
             length, top = prompts[row], TOP if _params(row) != PARAMS[-1] else None
             if not computed[row]:
                 tokens = tuple(rng.integers(0, vocab_size, length).tolist())
-                admitted.append(Admitted(row, tokens, length, _params(row), row, tables[row], top))
+                admitted.append(Admitted(row, tokens, length, _params(row), row, (tables[row],), top))
             rows.append(scheduled(row, min(left, length - computed[row])))
             row += computed[row] == length
         yield StepPlan(tuple(rows), admitted=tuple(admitted))

@@ -139,7 +139,7 @@ def decode_plans(batch: int, context: int, num_blocks: int, block_size: int) -> 
     order = np.random.default_rng(0).permutation(num_blocks).tolist()
     params, width = SamplingParams(temperature=TEMPERATURE), -(-context // block_size)
     admitted = tuple(
-        Admitted(s, (s % 256,) * context, context - 1, params, s, tuple(order[s * width : (s + 1) * width]))
+        Admitted(s, (s % 256,) * context, context - 1, params, s, (tuple(order[s * width : (s + 1) * width]),))
         for s in range(batch)
     )
     return StepPlan(admitted=admitted), StepPlan(tuple(Scheduled(s, context - 1, 1, 1) for s in range(batch)))

@@ -100,7 +100,7 @@ def churned_tables(lens: Sequence[int], shape: Shape, num_blocks: int, seed: int
     handed_out = 0
 
     def grow(table: BlockTable) -> bool:
-        start = len(table.block_ids) * shape.block_size
+        start = len(table) * shape.block_size
         return table.append(start, start + shape.block_size) is not None
 
     while handed_out < turnovers * num_blocks:
@@ -110,7 +110,7 @@ def churned_tables(lens: Sequence[int], shape: Shape, num_blocks: int, seed: int
         table, target = growing[i]
         full = not grow(table)
         handed_out += not full
-        if full or len(table.block_ids) >= target:
+        if full or len(table) >= target:
             growing.pop(i)[0].free()
     rng.shuffle(growing)
     order = list(range(len(lens)))
@@ -121,12 +121,12 @@ def churned_tables(lens: Sequence[int], shape: Shape, num_blocks: int, seed: int
         if order:
             unfinished.append(order.pop())
         for s in list(unfinished):
-            while len(kept[s].block_ids) < wanted[s] and not grow(kept[s]):
+            while len(kept[s]) < wanted[s] and not grow(kept[s]):
                 growing.pop()[0].free()
-            if len(kept[s].block_ids) == wanted[s]:
+            if len(kept[s]) == wanted[s]:
                 unfinished.remove(s)
     pool.check_invariants([table.block_ids for table in kept] + [table.block_ids for table, _ in growing])
-    return [table.block_ids for table in kept]
+    return [table.block_ids[0] for table in kept]
 
 
 TABLES: dict[str, Callable[[Sequence[int], Shape, int], list[list[int]]]] = {

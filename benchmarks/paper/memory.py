@@ -30,8 +30,8 @@ def kinds(scheduler: Scheduler) -> Kinds:
     """The present shares. Each block counts once, however many sequences share it."""
     size, num_blocks = scheduler.pool.block_size, scheduler.pool.num_blocks
     sequences = [sequence for request in scheduler.running for sequence in request.live]
-    lengths = [len(sequence.table.block_ids) for sequence in sequences]
-    block_ids = np.fromiter(itertools.chain.from_iterable(s.table.block_ids for s in sequences), np.int64, sum(lengths))
+    lengths = [len(sequence.table) for sequence in sequences]
+    block_ids = np.fromiter(itertools.chain.from_iterable(s.table.held for s in sequences), np.int64, sum(lengths))
     starts = size * np.concatenate([np.arange(length) for length in lengths] or [block_ids])
     slots = np.zeros((2, num_blocks), np.int64)  # tokens of each block, now and at the end
     computed = [s.num_computed_tokens for s in sequences]

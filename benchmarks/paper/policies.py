@@ -45,7 +45,7 @@ class Reserving:
     def _find_room(self, request: Request, reserved: int) -> bool:
         (sequence,) = request.sequences
         block_ids = self.pool.reserve(self.reservation(request, self.limits))
-        sequence.table.block_ids += block_ids or ()
+        sequence.table.block_ids[0].extend(block_ids or ())
         return block_ids is not None
 
 

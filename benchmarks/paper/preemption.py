@@ -53,7 +53,7 @@ class Moves:
     def __init__(self, runner: ModelRunner, tokens: int, chunk: int):
         self.runner, self.tokens, self.chunk = runner, tokens, chunk
         self.blocks = list(range(-(-tokens // runner.blocks.cache.block_size)))
-        admitted = Admitted(0, (1,) * tokens, tokens, SamplingParams(), 0, tuple(self.blocks))
+        admitted = Admitted(0, (1,) * tokens, tokens, SamplingParams(), 0, (tuple(self.blocks),))
         runner.dispatch(StepPlan(admitted=(admitted,)))
 
     def swap_out(self) -> None:

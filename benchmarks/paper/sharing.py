@@ -93,7 +93,7 @@ class Watch:
         scheduler = self.scheduler
         if scheduler.waiting and len(scheduler.requests) <= self.calm:
             branches = [branch for request in scheduler.running for branch in request.live]
-            held = [(each.table.block_ids, each.num_computed_tokens) for each in branches]
+            held = [(each.table.block_ids[0], each.num_computed_tokens) for each in branches]
             self.usages.append(usage(held, scheduler.pool.block_size))
             self.running.append(len(branches))
         return self.runner.dispatch(plan, make_masks)

@@ -104,9 +104,11 @@ class DescribedStep:
         ]
         self.params, treedef = jax.tree.flatten([nnx.from_flat_state(placed)])
         kernels = divide_kernels(chosen, placement)
-        cache = KVCache.of(config, shape.block_size, shape.pool_dtype, kernels, model.attention_specs)
-        width = -(-shape.max_model_len // shape.block_size)
-        layout = Layout(bucket, width, cache.make_work)
+        windows = [spec.window for spec in model.attention_specs]
+        length, block_size = shape.max_model_len, shape.block_size
+        cache = KVCache.of(config, block_size, shape.pool_dtype, kernels, windows, max_model_len=length)
+        width, groups = -(-length // block_size), cache.groups.windows
+        layout = Layout(bucket, width, cache.make_work, windows=groups, block_size=block_size)
         self.step = Step(
             graphdef, treedef, cache, {bucket: layout}, placement,
             has_quantized_weights=shape.quantization is not None, kernels=chosen if multiplies else None,
@@ -114,7 +116,7 @@ class DescribedStep:
         whole = functools.partial(jax.ShapeDtypeStruct, sharding=placement.whole)
         rows, s = bucket.num_seqs + 3, bucket.num_seqs  # no array of samples is like one of rows
         self.pool = [jax.ShapeDtypeStruct(cache.shape(BLOCKS), shape.pool_dtype, sharding=placement.pool)] * (
-            2 * config.num_hidden_layers
+            2 * cache.groups.size
         )
         self.last_tokens = whole((rows,), jnp.int32)
         self.buffer = whole(layout.empty()[0].shape, jnp.int32)

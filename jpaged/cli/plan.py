@@ -22,6 +22,7 @@ import asyncio
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -278,8 +279,21 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
         f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, {deployment.param_bytes / 2**30:.1f} GiB"
         f"{' in 16 bits' if bits == 16 else f', weights of layers in {bits:g} bits'}\n"
         f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB\n"
+        f"{_windows(deployment)}"
         f"{experts}requests: {inputs:.0f} tokens in, {outputs:.0f} out on average\n"
         f"predicted, not measured; duration of a step: {deployment.cost.source}\n"
+    )
+
+
+def _windows(deployment: Deployment) -> str:
+    """Return the memory of a longest sequence of a model whose layers have windows."""
+    groups, length = deployment.groups, deployment.max_model_len
+    if groups.windows.count(None) == len(groups.windows):
+        return ""
+    kinds = ", ".join(f"{count} of {window or 'all'}" for window, count in Counter(groups.windows).items())
+    return (
+        f"groups of {groups.size} layers, by the tokens that they see: {kinds}; a sequence of {length:,} tokens holds "
+        f"at most {deployment.kv_bytes(length) / 2**30:.2f} GiB\n"
     )
 
 

@@ -1,5 +1,6 @@
 """Checks of new requests: whether a request can ever run, and the settings that follow from its parameters."""
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,12 +17,14 @@ class Capacity(NamedTuple):
     Attributes:
         num_blocks: blocks of the KV pool.
         block_size: tokens of a block.
+        most_held: as in `BlockPool`.
         eos_token_ids: end-of-sequence tokens that the model can produce.
     """
 
     limits: Limits
     num_blocks: int
     block_size: int
+    most_held: tuple[int | None, ...]
     vocab_size: int
     eos_token_ids: frozenset[int]
 
@@ -30,9 +33,17 @@ class Capacity(NamedTuple):
 
         The last sampled token is never written, so it needs no slot.
         """
-        shared = min(prompt_len // self.block_size, self.num_blocks)
-        unshared = (self.num_blocks - shared) // num_sequences
-        return min(self.limits.max_model_len, (shared + unshared) * self.block_size + 1)
+
+        def num_blocks(num_tokens: int) -> int:
+            each = -(-(num_tokens - 1) // self.block_size)
+            shared = min(prompt_len // self.block_size, each)
+            blocks = shared + num_sequences * (each - shared)
+            return sum(blocks if most is None else min(blocks, num_sequences * most) for most in self.most_held)
+
+        longest = self.limits.max_model_len
+        if num_blocks(longest) <= self.num_blocks:
+            return longest
+        return bisect.bisect_right(range(1, longest + 1), self.num_blocks, key=num_blocks)
 
 
 def make_request(

@@ -7,19 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# The prefix of a block: the node of the block before it, or, for a first block, the salt of its request.
+from jpaged.core.groups import Windows, held_windows, most_held
+
+# The prefix of a text: the node of the block before it, or, for a first block, the salt of its request.
 Parent = int | str
+GONE = -1  # stands for a block that a sequence does not hold, because no later token sees it
 
 
 class Match(NamedTuple):
     """Longest cached prefix: whole blocks, then possibly the beginning of one more.
 
     Attributes:
+        block_ids: blocks of each group, `GONE` before the window of the next token.
         nodes: nodes of the whole blocks; a partial block is cached under the last one.
         num_tokens: tokens of all blocks.
     """
 
-    block_ids: list[int]
+    block_ids: list[list[int]]
     nodes: list[int]
     num_tokens: int
 
@@ -27,19 +31,28 @@ class Match(NamedTuple):
 class _Block:
     """State of a block.
 
-    It has a place in the free list while `ref_count` is 0, and in the prefix cache while it has a `node`.
+    It has a place in the free list while `ref_count` is 0, and in the prefix cache while it has a `node`. It belongs to
+    a group from its allocation on.
     """
 
-    __slots__ = ("block_id", "next", "node", "parent", "previous", "ref_count", "tokens")
+    __slots__ = ("block_id", "group", "next", "node", "previous", "ref_count")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
-        self.ref_count = 0
-        self.node: int | None = None
-        self.parent: Parent = ""
-        self.tokens: tuple[int, ...] = ()
+        self.group = self.ref_count = 0
+        self.node: _Node | None = None
         self.previous: _Block = self
         self.next: _Block = self
+
+
+class _Node:
+    """Text of a block in the prefix cache, with the block of each group that holds it, or None."""
+
+    __slots__ = ("blocks", "number", "parent", "tokens")
+
+    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_groups: int):
+        self.number, self.parent, self.tokens = number, parent, tokens
+        self.blocks: list[_Block | None] = [None] * num_groups
 
 
 _tokens = operator.attrgetter("tokens")
@@ -52,6 +65,9 @@ MIN_SHARED = 8
 class BlockPool:
     """Reference-counted blocks with a prefix cache.
 
+    The layers of a model form groups of equal size. A block holds the keys and values of one group, and any free block
+    can be given to any group.
+
     The free list is also the eviction order: blocks are taken from its head. A block without cached content returns to
     the head, a cached one to the tail, so that cached content is evicted in least-recently-used order. The list is
     doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle (as vLLM's
@@ -61,21 +77,36 @@ class BlockPool:
     split at blocks). The number of a node is never reused: a path of nodes stands for one exact text. Tokens are
     compared, not hashed, so a hit is never wrong. The children of a node are sorted by their tokens: the block with the
     longest common beginning is found as fast as an equal one. A block that is only partly filled is a leaf. No child of
-    a node is the beginning of another one.
+    a node is the beginning of another one. A node holds a block of each group or none, and stays while it has a block
+    or children. A prefix is a hit if each group has the blocks that the next token sees.
+
+    Args:
+        windows: the window of each group.
+        reach: maximum tokens of a sequence in the steps in flight.
 
     Attributes:
+        windows: as `held_windows` gives them.
         epoch: number of times that all content was forgotten.
         min_shared: number of tokens from which on the common beginning of a block is shared.
+        most_held: for each group, the maximum blocks that a sequence holds at once; None: no limit.
+        has_windows: whether some group has a window.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True,
+        windows: Windows = (None,), reach: int = 0,
+    ):  # fmt: skip
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.windows = held_windows(windows, block_size)
+        self.most_held = most_held(windows, block_size, reach)
+        self._whole = [group for group, window in enumerate(windows) if window is None]
+        self.has_windows = len(self._whole) < len(windows)
         self.min_shared = min(-(-block_size // 2), MIN_SHARED)
         self.epoch = 0
-        self._nodes = itertools.count()
+        self._numbers = itertools.count()
         self.clear()
 
     def clear(self) -> None:
@@ -84,7 +115,8 @@ class BlockPool:
         self.num_free = 0
         self._blocks = [_Block(i) for i in range(self.num_blocks)]
         self._head = _Block(-1)  # sentinel of a circular list: _head.next is taken first
-        self._children: dict[Parent, list[_Block]] = {}
+        self._nodes: dict[int, _Node] = {}
+        self._children: dict[Parent, list[_Node]] = {}
         for block in self._blocks:
             self._link(block, before=self._head)
 
@@ -110,14 +142,23 @@ class BlockPool:
         """Return one byte for each block: its references, at most 127, plus 128 if it is cached."""
         return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in self._blocks])
 
-    def allocate(self) -> int | None:
+    def first_seen(self, group: int, position: int) -> int:
+        """Return the first of a sequence's blocks that the token at a position, and later ones, see."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def most_blocks(self, count: int) -> int:
+        """Return the maximum blocks that a sequence with the tokens of `count` blocks holds at once in all groups."""
+        return sum(count if most is None else min(count, most) for most in self.most_held)
+
+    def allocate(self, group: int = 0) -> int | None:
         """Return a free block with one reference and without its old content; None if no block is free."""
         if not self.num_free:
             return None
         block = self._head.next
         self._forget(block)
         self._unlink(block)
-        block.ref_count = 1
+        block.group, block.ref_count = group, 1
         return block.block_id
 
     def share(self, block_id: int) -> None:
@@ -136,52 +177,71 @@ class BlockPool:
         if block.ref_count == 0:
             self._link(block, before=self._head if block.node is not None else self._head.next)
 
-    def remember(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> int:
-        """Add a full block with written KV to the prefix cache, under its prefix, and return its node.
+    def remember(self, block_ids: Sequence[int], parent: Parent, tokens: Sequence[int]) -> int:
+        """Add full blocks with written KV to the prefix cache, under their prefix, and return the node.
 
-        If the cache has another block with the same content, that block stays, and its node is returned.
+        If the cache has another block of a group with the same content, that block stays.
+
+        Args:
+            block_ids: the block of each group, or `GONE`.
         """
         assert len(tokens) == self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
-        node = self._remember(block_id, parent, tuple(tokens)).node
-        assert node is not None
-        return node
+        return self._remember(block_ids, parent, tuple(tokens))
 
-    def remember_beginning(self, block_id: int, parent: Parent, tokens: Sequence[int]) -> None:
-        """Add the first tokens of a block to the prefix cache, if a match with them can be worth a copy.
+    def remember_beginning(self, block_ids: Sequence[int], parent: Parent, tokens: Sequence[int]) -> None:
+        """Add the first tokens of a block of each group to the prefix cache, if a match with them can be worth a copy.
 
-        The rest of the block is not offered, and no table may write there while the block is cached.
+        The rest of the blocks is not offered, and no table may write there while they are cached.
         """
         assert 0 < len(tokens) < self.block_size, f"{len(tokens)} tokens in a block of {self.block_size}"
         if len(tokens) >= self.min_shared:
-            self._remember(block_id, parent, tuple(tokens))
+            self._remember(block_ids, parent, tuple(tokens))
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
         The last block may match only in its first tokens, at least in `min_shared` of them.
         """
-        block_ids: list[int] = []
-        nodes: list[int] = []
         parent: Parent = salt
-        size, matched = self.block_size, 0
+        size, matched, path = self.block_size, 0, list[_Node]()
+        starts = [0] * len(self.windows)  # of each group, the block after the last missing one
+        lacks, num_nodes, num_tokens = False, 0, 0  # of the longest hit
         while siblings := self._children.get(parent):
             wanted = tuple(tokens[matched : matched + size])
             at = bisect.bisect_left(siblings, wanted, key=_tokens)
             if len(wanted) == size and at < len(siblings) and siblings[at].tokens == wanted:
-                block = siblings[at]
-                assert block.node is not None
-                block_ids.append(block.block_id)
-                nodes.append(block.node)
-                parent, matched = block.node, matched + size
-                continue
-            # In sorted order, only the two neighbours of a text can have the most in common with it.
-            block = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
-            common = common_length(block.tokens, wanted)
-            if common >= self.min_shared:
-                block_ids.append(block.block_id)
-                matched += common
-            break
-        return Match(block_ids, nodes, matched)
+                node, common = siblings[at], size
+            else:
+                # In sorted order, only the two neighbours of a text can have the most in common with it.
+                # Another one may be missed next to a text whose blocks are lost.
+                node = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
+                common = common_length(node.tokens, wanted)
+                if common < self.min_shared:
+                    break
+            path.append(node)
+            matched += common
+            if None in node.blocks:
+                lacks = True
+                for group, block in enumerate(node.blocks):
+                    if block is None:
+                        starts[group] = len(path)
+            if not lacks or all(start <= self.first_seen(group, matched) for group, start in enumerate(starts)):
+                num_nodes, num_tokens = len(path), matched
+            if common < size or (lacks and any(starts[group] for group in self._whole)):
+                break
+            parent = node.number
+        del path[num_nodes:]
+        block_ids = [self._ids(path, group, num_tokens) for group in range(len(self.windows))]
+        return Match(block_ids, [node.number for node in path[: num_tokens // size]], num_tokens)
+
+    def _ids(self, path: list[_Node], group: int, position: int) -> list[int]:
+        """Return the blocks of a group on a path of nodes, as far as the token at a position sees them."""
+        first, block_ids = min(self.first_seen(group, position), len(path)), list[int]()
+        for node in path[first:]:
+            block = node.blocks[group]
+            assert block is not None, f"the node {node.number} has no block of group {group}"
+            block_ids.append(block.block_id)
+        return [GONE] * first + block_ids
 
     def forget(self, block_id: int) -> None:
         """Remove a block from the prefix cache."""
@@ -193,11 +253,17 @@ class BlockPool:
         Blocks computed by a sequence of an earlier epoch must not be remembered in this one.
         """
         self.epoch += 1
+        self._nodes.clear()
+        self._children.clear()
         for block in self._blocks:
-            self._forget(block)
+            block.node = None
 
-    def check_invariants(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Recompute everything from scratch and compare, with the reference counts if all `tables` are given."""
+    def check_invariants(self, tables: Iterable[Sequence[Sequence[int]]] | None = None) -> None:
+        """Recompute everything from scratch and compare, with the reference counts if all tables are given.
+
+        Args:
+            tables: the blocks of each group of each table.
+        """
         free: list[int] = []
         block = self._head.next
         while block is not self._head:
@@ -210,55 +276,87 @@ class BlockPool:
             assert block.ref_count >= 0, f"block {block.block_id} has {block.ref_count} references"
         unheld = {block.block_id for block in self._blocks if block.ref_count == 0}
         assert unheld == set(free), f"unheld but not free, or the reverse: {unheld ^ set(free)}"
-        nodes = [block.node for block in self._blocks if block.node is not None]
-        assert len(nodes) == len(set(nodes)), f"a node stands for two blocks: {nodes}"
+        self._check_cache()
+        if tables is not None:
+            of_groups = [
+                (block_id, group) for table in tables for group, ids in enumerate(table) for block_id in ids
+                if block_id != GONE
+            ]  # fmt: skip
+            held = Counter(block_id for block_id, _ in of_groups)
+            counted = Counter({block.block_id: block.ref_count for block in self._blocks if block.ref_count})
+            assert held == counted, f"references held {held}, counted {counted}"
+            for block_id, group in of_groups:
+                assert self._blocks[block_id].group == group, f"block {block_id} is held in group {group}"
+
+    def _check_cache(self) -> None:
+        nodes = [node for siblings in self._children.values() for node in siblings]
+        assert {node.number: node for node in nodes} == self._nodes, "lost in the cache"
         cached = {block.block_id for block in self._blocks if block.node is not None}
-        assert cached == {b.block_id for siblings in self._children.values() for b in siblings}, "lost in the cache"
+        assert cached == {block.block_id for node in nodes for block in node.blocks if block}, "lost in the cache"
         for parent, siblings in self._children.items():
-            texts = [block.tokens for block in siblings]
+            texts = [node.tokens for node in siblings]
             assert texts and texts == sorted(set(texts)), f"the children of {parent!r} are out of order"
             repeated = any(common_length(a, b) == len(a) for a, b in itertools.pairwise(texts))
             assert not repeated, f"a child of {parent!r} is the beginning of the next: {texts}"
-            assert all(block.parent == parent for block in siblings), f"a child of {parent!r} has another parent"
-        for block in self._blocks:
-            if block.node is not None and len(block.tokens) < self.block_size:
-                assert len(block.tokens) >= self.min_shared, f"block {block.block_id} offers {len(block.tokens)} tokens"
-                assert block.node not in self._children, f"block {block.block_id} is not full and has children"
-        if tables is not None:
-            held = Counter(block_id for table in tables for block_id in table)
-            counted = Counter({block.block_id: block.ref_count for block in self._blocks if block.ref_count})
-            assert held == counted, f"references held {held}, counted {counted}"
+            assert all(node.parent == parent for node in siblings), f"a child of {parent!r} has another parent"
+        for node in nodes:
+            for group, block in enumerate(node.blocks):
+                assert block is None or (block.node, block.group) == (node, group), f"{block.block_id} is misplaced"
+            assert any(node.blocks) or node.number in self._children, f"the node {node.number} holds nothing"
+            if len(node.tokens) < self.block_size:
+                assert len(node.tokens) >= self.min_shared, f"the node {node.number} offers {len(node.tokens)} tokens"
+                assert node.number not in self._children, f"the node {node.number} is not full and has children"
 
-    def _remember(self, block_id: int, parent: Parent, tokens: tuple[int, ...]) -> _Block:
-        """Return the block that offers some tokens under a parent: one that did before, or else the given one."""
-        block, siblings = self._blocks[block_id], self._children.setdefault(parent, [])
-        assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
+    def _remember(self, block_ids: Sequence[int], parent: Parent, tokens: tuple[int, ...]) -> int:
+        """Return the node that offers some tokens under a parent, with the given blocks where it had none."""
+        siblings = self._children.setdefault(parent, [])
         at = bisect.bisect_left(siblings, tokens, key=_tokens)
         if at < len(siblings) and siblings[at].tokens[: len(tokens)] == tokens:
-            return siblings[at]
-        assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
-        block.node, block.parent, block.tokens = next(self._nodes), parent, tokens
-        siblings.insert(at, block)
+            node = siblings[at]
+            if len(node.tokens) == len(tokens):
+                self._fill(node, block_ids)
+            return node.number
+        node = _Node(next(self._numbers), parent, tokens, len(self.windows))
+        self._nodes[node.number] = node
+        siblings.insert(at, node)
+        self._fill(node, block_ids)
         # The beginning of these tokens, of which no more than one is cached, comes directly before them.
         if at and tokens[: len(siblings[at - 1].tokens)] == siblings[at - 1].tokens:
             self._replace(siblings[at - 1])
-        return block
+        return node.number
 
-    def _replace(self, block: _Block) -> None:
-        """Forget a block whose content another one offers. It is allocated next if it is free."""
-        self._forget(block)
-        if block.ref_count == 0:
-            self._unlink(block)
-            self._link(block, before=self._head.next)
+    def _fill(self, node: _Node, block_ids: Sequence[int]) -> None:
+        """Give blocks to a node, for the groups in which it has none."""
+        for group, block_id in enumerate(block_ids):
+            if block_id != GONE and node.blocks[group] is None:
+                block = self._blocks[block_id]
+                assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
+                assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
+                node.blocks[group], block.node = block, node
+
+    def _replace(self, node: _Node) -> None:
+        """Forget a node whose text another one offers. Its free blocks are allocated next."""
+        for block in [block for block in node.blocks if block]:
+            self._forget(block)
+            if block.ref_count == 0:
+                self._unlink(block)
+                self._link(block, before=self._head.next)
 
     def _forget(self, block: _Block) -> None:
         if block.node is None:
             return
-        siblings = self._children[block.parent]
-        del siblings[bisect.bisect_left(siblings, block.tokens, key=_tokens)]
-        if not siblings:
-            del self._children[block.parent]
-        block.node, block.parent, block.tokens = None, "", ()
+        node, block.node = block.node, None
+        node.blocks[block.group] = None
+        while not (any(node.blocks) or node.number in self._children):
+            siblings = self._children[node.parent]
+            del siblings[bisect.bisect_left(siblings, node.tokens, key=_tokens)]
+            del self._nodes[node.number]
+            if siblings:
+                break
+            del self._children[node.parent]
+            if not isinstance(node.parent, int) or node.parent not in self._nodes:
+                break
+            node = self._nodes[node.parent]
 
     def _link(self, block: _Block, before: _Block) -> None:
         block.previous, block.next = before.previous, before

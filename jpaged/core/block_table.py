@@ -2,22 +2,36 @@
 
 from collections.abc import Iterable, Sequence
 
-from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_pool import GONE, BlockPool
 
 Copies = list[tuple[int, int]]  # (source, destination)
 
 
 class BlockTable:
-    """Block table of one sequence: `block_ids[i]` holds tokens `[i * block_size, (i + 1) * block_size)`.
+    """Block table of one sequence, for each group of layers.
 
-    It grows at its end. Entries change only by copy-on-write and by moves to another pool.
+    `block_ids[group][i]` holds tokens `[i * block_size, (i + 1) * block_size)`. The lists are equally long and grow at
+    their ends. Entries change only by copy-on-write, by moves to another pool, and where a window has passed them.
+
+    Attributes:
+        first: for each group, the number of leading blocks that are `GONE`.
     """
 
-    __slots__ = ("block_ids", "pool")
+    __slots__ = ("block_ids", "first", "pool")
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
-        self.block_ids: list[int] = []
+        self.block_ids: tuple[list[int], ...] = tuple([] for _ in pool.windows)
+        self.first = [0] * len(pool.windows)
+
+    def __len__(self) -> int:
+        """Return the number of blocks of each group, with those that are gone."""
+        return len(self.block_ids[0])
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks of all groups."""
+        return [block_id for ids, first in zip(self.block_ids, self.first) for block_id in ids[first:]]
 
     def append(self, start: int, end: int) -> Copies | None:
         """Make the slots of tokens `[start, end)` writable by this sequence only.
@@ -31,40 +45,67 @@ class BlockTable:
         """
         pool, size = self.pool, self.pool.block_size
         first, stop = start // size, -(-end // size)
-        held = self.block_ids
-        if stop == first + 1 and first < len(held) and pool.is_private(held[first]):
-            return []
+        if stop == first + 1 and first < len(self.block_ids[0]):
+            for held in self.block_ids:
+                if not pool.is_private(held[first]):
+                    break
+            else:
+                return []
         spare = pool.num_free - shortage([(self, start, end)])
         if spare < 0:
             return None
         copies = []
-        for index in range(first, stop):
-            if index == len(held):
-                held.append(self._allocate())
-                continue
-            source = held[index]
-            if pool.ref_count(source) > 1 or (pool.is_cached(source) and spare):
-                held[index] = self._allocate()
-                pool.free(source)
-                copies.append((source, held[index]))
-            else:
-                pool.forget(source)
+        for group, held in enumerate(self.block_ids):
+            for index in range(first, stop):
+                if index == len(held):
+                    held.append(self._allocate(group))
+                    continue
+                source = held[index]
+                if pool.ref_count(source) > 1 or (pool.is_cached(source) and spare > 0):
+                    spare -= pool.ref_count(source) == 1
+                    held[index] = self._allocate(group)
+                    pool.free(source)
+                    copies.append((source, held[index]))
+                else:
+                    pool.forget(source)
         return copies
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Fill an empty table with blocks that are in use or cached."""
-        assert not self.block_ids, f"a prefix can't follow {len(self.block_ids)} blocks"
-        for block_id in block_ids:
-            self.pool.share(block_id)
-            self.block_ids.append(block_id)
+    def share(self, block_ids: Iterable[Iterable[int]]) -> None:
+        """Fill an empty table with blocks of each group that are in use or cached, `GONE` where none is needed."""
+        assert not len(self), f"a prefix can't follow {len(self)} blocks"
+        for group, ids in enumerate(block_ids):
+            held = self.block_ids[group]
+            held.extend(ids)
+            self.first[group] = held.count(GONE)
+            for block_id in held[self.first[group] :]:
+                self.pool.share(block_id)
+
+    def leave(self, position: int) -> None:
+        """Free the blocks that tokens from a position on do not see."""
+        pool, length = self.pool, len(self)
+        for group, (held, first) in enumerate(zip(self.block_ids, self.first)):
+            stop = min(pool.first_seen(group, position), length)
+            for index in range(first, stop):
+                pool.free(held[index])
+                held[index] = GONE
+            self.first[group] = max(first, stop)
+
+    def leaves_at(self) -> int:
+        """Return the first position from which on `leave` frees a block."""
+        size = self.pool.block_size
+        ends = zip(self.first, self.pool.windows)
+        return min((first + 1) * size + window - 1 for first, window in ends if window is not None)
 
     def free(self) -> None:
         """Free every block, the last first: the end of a prefix is evicted before its beginning."""
-        while self.block_ids:
-            self.pool.free(self.block_ids.pop())
+        for _ in range(len(self)):
+            for held in self.block_ids:
+                if (block_id := held.pop()) != GONE:
+                    self.pool.free(block_id)
+        self.first = [0] * len(self.first)
 
-    def _allocate(self) -> int:
-        block_id = self.pool.allocate()
+    def _allocate(self, group: int) -> int:
+        block_id = self.pool.allocate(group)
         assert block_id is not None, "append counted the free blocks first"
         return block_id
 
@@ -88,18 +129,23 @@ def append(spans: Sequence[Span]) -> Copies | None:
 
 
 def shortage(spans: Iterable[Span]) -> int:
-    """Return the number of blocks needed to append `[start, end)` to each table of one pool, one after the other."""
+    """Return the number of blocks needed to append `[start, end)` to each table of one pool, one after the other.
+
+    A span may be appended in several steps. Blocks that its window has passed by then are not needed at the same time.
+    """
     missing = 0
     holders: dict[int, int] = {}  # numbers of holders, of blocks that an earlier table of `spans` leaves
     for table, start, end in spans:
-        pool, held = table.pool, table.block_ids
+        pool, length = table.pool, len(table.block_ids[0])
         first, stop = start // pool.block_size, -(-end // pool.block_size)
-        missing += max(0, stop - len(held))
-        for block_id in held[first:stop]:
-            count = holders.get(block_id, pool.ref_count(block_id))
-            if count > 1:
-                missing += 1
-                holders[block_id] = count - 1
+        for held, gone, most in zip(table.block_ids, table.first, pool.most_held):
+            new = max(0, stop - length)
+            missing += new if most is None else min(new, max(0, most - (length - gone)))
+            for block_id in held[first:stop]:
+                count = holders.get(block_id, pool.ref_count(block_id))
+                if count > 1:
+                    missing += 1
+                    holders[block_id] = count - 1
     return missing
 
 
@@ -110,15 +156,17 @@ def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
     """
     moved: dict[int, int] = {}
     for table in tables:
-        block_ids = list(table.block_ids)
+        block_ids, first = [list(ids) for ids in table.block_ids], list(table.first)
         table.free()
-        table.pool = to
-        for block_id in block_ids:
-            if block_id in moved:
-                to.share(moved[block_id])
-            else:
-                destination = to.allocate()
-                assert destination is not None, f"{to.num_free} free blocks are too few"
-                moved[block_id] = destination
-            table.block_ids.append(moved[block_id])
+        table.pool, table.first = to, first
+        for group, (ids, held) in enumerate(zip(block_ids, table.block_ids)):
+            held += ids[: first[group]]
+            for block_id in ids[first[group] :]:
+                if block_id in moved:
+                    to.share(moved[block_id])
+                else:
+                    destination = to.allocate(group)
+                    assert destination is not None, f"{to.num_free} free blocks are too few"
+                    moved[block_id] = destination
+                held.append(moved[block_id])
     return list(moved.items())

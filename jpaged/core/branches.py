@@ -27,6 +27,8 @@ def next_counts(request: Request, budget: int, memory: Memory, spare: int) -> di
     counts: dict[Sequence, int] = {}
     for sequence in live:
         count = 0 if sequence.leader else min(sequence.behind - held_back, budget, memory.most(sequence, spare))
+        if (place := memory.leads_to(sequence)) is not None:
+            count = min(count, place - sequence.num_computed_tokens)
         if count > 0:
             counts[sequence] = count
             budget -= count

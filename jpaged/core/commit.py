@@ -58,7 +58,8 @@ class Commit:
         self._remember_resumed(step)
         advanced, served, faults, memory = self.advanced, self.served, self.faults, self.memory
         at, samples, prompts, size = 0, result.samples, result.prompt, memory.pool.block_size
-        caching, rows, drafts = memory.pool.enable_prefix_caching, step.plan.rows, dict(step.plan.drafts)
+        caching, has_windows = memory.pool.enable_prefix_caching, memory.pool.has_windows
+        rows, drafts = step.plan.rows, dict(step.plan.drafts)
         for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, rows, strict=True)):
             request, first, at = sequence.request, at, at + num_samples
             sequence.in_flight -= 1
@@ -84,6 +85,8 @@ class Commit:
                     continue
                 if caching and (start + count) // size > len(sequence.nodes):
                     memory.remember(sequence, start + count)
+                if has_windows and start + count >= sequence.leaves_at:
+                    memory.leave(sequence, start + count)
                 if prompt:
                     request.prompt_samples.extend(prompt)
                 if num_samples == 1 and not request.beam:
@@ -137,7 +140,7 @@ class Commit:
         self.samples_of_beams.pop(request, None)
         ended = request.live
         for sequence in ended:
-            for block_id in sequence.table.block_ids:
+            for block_id in sequence.table.held:
                 self.memory.pool.forget(block_id)
         for sequence in ended:
             finish(sequence, FinishReason.ERROR, NON_FINITE, self.queues, self.memory)

@@ -42,7 +42,7 @@ class Rows:
             sequence.num_prompt_tokens,
             request.params,
             sequence.seed,
-            tuple(sequence.table.block_ids),
+            tuple(map(tuple, sequence.table.block_ids)),
             request.num_top,
             num_scored=None if request.params.prompt_logprobs is None else len(request.prompt_samples),
             banned=request.bans.single_tokens,
@@ -60,10 +60,11 @@ class Rows:
 
     def change(self, sequence: Sequence, first: int, stop: int) -> None:
         """Add the entries [first, stop) of a sequence's block table to the next plan."""
-        row, block_ids = sequence.row, sequence.table.block_ids
+        row = sequence.row
         assert row is not None
         changed = self._entries.setdefault(row, [])
-        changed += [Entry(row, index, block_ids[index]) for index in range(first, stop)]
+        for group, (block_ids, gone) in enumerate(zip(sequence.table.block_ids, sequence.table.first)):
+            changed += [Entry(row, group, index, block_ids[index]) for index in range(max(first, gone), stop)]
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's row, if it has one."""
@@ -139,7 +140,7 @@ class Memory:
         size, spans, lack = self.pool.block_size, [], 0
         for sequence in request.live:
             if sequence.leader:
-                lack += -(-sequence.num_tokens // size) - sequence.leader[1] // size
+                lack += self.pool.most_blocks(-(-sequence.num_tokens // size) - sequence.leader[1] // size)
             else:
                 spans.append((sequence.table, sequence.num_computed_tokens, sequence.num_tokens))
         return lack + shortage(spans)
@@ -159,7 +160,7 @@ class Memory:
 
     def num_held(self, request: Request) -> int:
         """Return the number of blocks that a request holds."""
-        return len({block_id for sequence in request.live for block_id in sequence.table.block_ids})
+        return len({block_id for sequence in request.live for block_id in sequence.table.held})
 
     def share_prefixes(self, request: Request) -> None:
         """Start each sequence of a waiting request with its blocks in the prefix cache.
@@ -178,7 +179,9 @@ class Memory:
             cached = 0 if lacks else match.num_tokens
             if before:
                 shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1)
-                if shared > cached:
+                while before.leader and before.leader[1] > shared:  # it will start after these tokens
+                    before, _ = before.leader
+                if shared > cached and before.num_computed_tokens <= shared:
                     sequence.leader = before, shared
             if cached and not sequence.leader:
                 sequence.table.share(match.block_ids)
@@ -193,11 +196,21 @@ class Memory:
         if leader.num_computed_tokens < shared or leader.in_flight:
             return False
         size = self.pool.block_size
-        sequence.table.share(leader.table.block_ids[: -(-shared // size)])
+        sequence.table.share(ids[: -(-shared // size)] for ids in leader.table.block_ids)
         sequence.nodes, sequence.num_computed_tokens = leader.nodes[: shared // size], shared
         sequence.leader = None
-        self.rows.change(sequence, 0, len(sequence.table.block_ids))
+        self.rows.change(sequence, 0, len(sequence.table))
         return True
+
+    def leads_to(self, sequence: Sequence) -> int | None:
+        """Return the number of tokens at which a sequence waits for others, which start there with its blocks.
+
+        It waits only if the window of a group could pass blocks that they need. None: it does not wait.
+        """
+        if not self.pool.has_windows:
+            return None
+        places = (other.leader[1] for other in sequence.request.live if other.leader and other.leader[0] is sequence)
+        return min(places, default=None)
 
     def evict(self, request: Request) -> Pairs:
         """Take a running request's blocks and rows; return the blocks' moves to the host, none if they were freed."""
@@ -217,15 +230,18 @@ class Memory:
         """Return whether to swap a request out: never while its sequences wait for each other to be computed again."""
         if self.preemption == "recompute" or self.host_pool is None or any(s.leader for s in request.live):
             return False
-        size = self.pool.block_size
-        filled: dict[int, int] = {}  # tokens by block
-        for sequence in request.live:
-            for index, block_id in enumerate(sequence.table.block_ids):
-                tokens = min(size, sequence.num_computed_tokens - index * size)
-                filled[block_id] = max(tokens, filled.get(block_id, 0))
-        if not 0 < len(filled) <= self.host_pool.num_free:
+        size, num_blocks = self.pool.block_size, self.num_held(request)
+        if not 0 < num_blocks <= self.host_pool.num_free:
             return False
-        return self.preemption == "swap" or len(filled) * self.block_swap_cost < sum(filled.values())
+        filled = [dict[int, int]() for _ in self.pool.windows]  # of each group, the tokens by block
+        for sequence in request.live:
+            table = sequence.table
+            for tokens_of, block_ids, first in zip(filled, table.block_ids, table.first):
+                for index in range(first, len(block_ids)):
+                    tokens = min(size, sequence.num_computed_tokens - index * size)
+                    tokens_of[block_ids[index]] = max(tokens, tokens_of.get(block_ids[index], 0))
+        recomputed = max(*(s.num_computed_tokens for s in request.live), *(sum(each.values()) for each in filled))
+        return self.preemption == "swap" or num_blocks * self.block_swap_cost < recomputed
 
     def remember(self, sequence: Sequence, num_computed_tokens: int, *, ended: bool = False) -> None:
         """Add the blocks that are full of computed tokens to the prefix cache, and the last one of an ended sequence.
@@ -238,21 +254,28 @@ class Memory:
             return
         if self.exact:
             num_computed_tokens = min(num_computed_tokens, sequence.num_prompt_tokens)
-        stop = num_computed_tokens // size
+        table, stop = sequence.table, num_computed_tokens // size
+        if len(nodes) < stop <= min(table.first):
+            return  # the sequence came from the host, without these blocks
         for index in range(len(nodes), stop):
             parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
-            nodes.append(pool.remember(sequence.table.block_ids[index], parent, tokens))
-        if ended and (tokens := sequence.tokens[stop * size : num_computed_tokens]):
+            nodes.append(pool.remember([ids[index] for ids in table.block_ids], parent, tokens))
+        if ended and stop >= min(table.first) and (tokens := sequence.tokens[stop * size : num_computed_tokens]):
             parent = nodes[-1] if nodes else sequence.request.cache_salt
-            pool.remember_beginning(sequence.table.block_ids[stop], parent, tokens)
+            pool.remember_beginning([ids[stop] for ids in table.block_ids], parent, tokens)
+
+    def leave(self, sequence: Sequence, position: int) -> None:
+        """Free the blocks of a running sequence that tokens from a position on do not see."""
+        sequence.table.leave(position)
+        sequence.leaves_at = sequence.table.leaves_at()
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Return a second branch of a running sequence. Both share every block until one of them writes into it."""
         child = sequence.branch(index)
         child.table.share(sequence.table.block_ids)
         child.num_computed_tokens, child.nodes = sequence.num_computed_tokens, list(sequence.nodes)
-        child.epoch = sequence.epoch
+        child.epoch, child.leaves_at = sequence.epoch, sequence.leaves_at
         self.rows.fork(sequence, child)
         return child
 
@@ -278,7 +301,7 @@ class Memory:
         for sequence in waiting:
             assert sequence.row is None, "a waiting request holds a row"
             on_host = sequence.table.pool is self.host_pool
-            assert on_host or not sequence.table.block_ids, "a waiting request holds blocks"
+            assert on_host or not len(sequence.table), "a waiting request holds blocks"
         tables = [sequence.table for sequence in (*running, *waiting, *leaving)]
         for pool in (self.pool, self.host_pool):
             if pool is not None:

@@ -42,7 +42,7 @@ class Admitted:
     Attributes:
         token_ids: prompt and output.
         seed: seed of its samples; sample i of a row that forks takes `seed + i`.
-        block_ids: its block table.
+        block_ids: its block table, for each group of layers; `GONE` for blocks that no later token sees.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
         num_scored: number of prompt tokens, without the first, that already have a logprob; None: no logprobs of the
             prompt are wanted.
@@ -54,7 +54,7 @@ class Admitted:
     num_prompt_tokens: int
     params: Params
     seed: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_top: int | None = None
     num_scored: int | None = None
     banned: tuple[int, ...] = ()
@@ -69,9 +69,10 @@ class Chosen(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Entry of a row's block table."""
+    """Entry of a row's block table for a group of layers."""
 
     row: int
+    group: int
     column: int
     block_id: int
 

@@ -172,7 +172,7 @@ class PlannedStep:
         ]
         if drafts and shortage(spans) > self.memory.pool.num_free:  # nothing is preempted for drafts
             drafts, spans = {}, [(s.table, start, start + counts[s]) for s, (_, start, _) in zip(counts, spans)]
-        lengths = [len(table.block_ids) for table, _, _ in spans]
+        lengths = [len(table) for table, _, _ in spans]
         while (copies := append(spans)) is None:
             if not self.may_preempt:
                 self.must_drain = True
@@ -184,7 +184,7 @@ class PlannedStep:
         self.block_copies += copies
         size = self.memory.pool.block_size
         for (sequence, count), (table, start, end), length in zip(counts.items(), spans, lengths):
-            if copies or len(table.block_ids) > length:
+            if copies or len(table) > length:
                 self.memory.rows.change(sequence, start // size, -(-end // size))
             self._add(sequence, count)
             if sequence in drafts:

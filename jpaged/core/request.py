@@ -87,6 +87,7 @@ class Sequence:
             tokens; None if the sequence waits for no other.
         steady_until: the position before which every step computes one token and samples one, whatever the samples
             are. Until then no other table holds the last block, and no mask is needed.
+        leaves_at: the position from which on the window of a group of layers has passed a block; 0: unknown.
         row: row on the device while the sequence runs, or until the last of its steps in flight is committed.
         drafter: proposes next tokens, or None. Branches have separate ones.
         num_read: number of output tokens that have been read for the text and the client.
@@ -110,6 +111,7 @@ class Sequence:
     epoch: int = 0
     leader: "tuple[Sequence, int] | None" = None
     steady_until: int = 0
+    leaves_at: int = 0
     row: int | None = None
     drafter: Drafter | None = None
     num_read: int = 0
@@ -206,7 +208,7 @@ class Sequence:
     def free(self) -> None:
         """Free the blocks and forget their nodes."""
         self.table.free()
-        self.num_computed_tokens, self.nodes, self.leader = 0, [], None
+        self.num_computed_tokens, self.nodes, self.leader, self.leaves_at = 0, [], None, 0
 
 
 @dataclass

@@ -138,7 +138,10 @@ class Scheduler:
     @property
     def capacity(self) -> Capacity:
         """Sizes that limit every request."""
-        return Capacity(self.limits, self.pool.num_blocks, self.pool.block_size, self.vocab_size, self.eos_token_ids)
+        pool = self.pool
+        return Capacity(
+            self.limits, pool.num_blocks, pool.block_size, pool.most_held, self.vocab_size, self.eos_token_ids
+        )
 
     def add(
         self,
@@ -269,7 +272,7 @@ class Scheduler:
         num_seats, reserved = step.claims()
         while budget > 0 and (request := self._next_waiting(shares)):
             step.at = request
-            growth = num_seats * self.headroom // self.pool.block_size
+            growth = num_seats * self.headroom * len(self.pool.windows) // self.pool.block_size
             num_seats += request.seats
             if num_seats + step.num_further > self.limits.max_num_seqs:
                 break
@@ -369,7 +372,7 @@ class Scheduler:
         """Check the queues, the memory, the steps in flight, and the order of every sequence's integers."""
         self.queues.check_invariants()
         for sequence in (sequence for request in self.requests.values() for sequence in request.live):
-            room = len(sequence.table.block_ids) * self.pool.block_size
+            room = len(sequence.table) * self.pool.block_size
             known = sequence.num_tokens + sequence.pending
             assert 0 <= sequence.num_computed_tokens <= known <= self.limits.max_model_len, sequence
             assert sequence.num_computed_tokens <= room, f"{sequence.num_computed_tokens} computed, room for {room}"

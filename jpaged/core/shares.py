@@ -76,13 +76,14 @@ class Shares:
         entitled = self._entitled()
         if not entitled:
             return 0
-        most, size, number = self._num_yielding(entitled[0]), self._memory.pool.block_size, 0
+        most, pool, number = self._num_yielding(entitled[0]), self._memory.pool, 0
+        headroom *= len(pool.windows)
         seats = sum(request.seats for request in self._running)
-        blocks = self._memory.pool.num_free - step.lack(self._running)
+        blocks = pool.num_free - step.lack(self._running)
         for request in entitled:
             blocks -= self._memory.num_held(request) + step.lack([request])
             victims = number
-            while seats + request.seats > self._num_rows or blocks < seats * headroom // size:
+            while seats + request.seats > self._num_rows or blocks < seats * headroom // pool.block_size:
                 if victims == most:
                     return number
                 victims += 1
@@ -191,8 +192,8 @@ class Shares:
 
     def _weight(self, request: Request) -> int:
         """Return a request's share of the rows or of the blocks, in units of 1 / (rows * blocks)."""
-        size = self._memory.pool.block_size
-        num_blocks = sum(-(-len(sequence.tokens) // size) for sequence in request.live)
+        pool = self._memory.pool
+        num_blocks = sum(pool.most_blocks(-(-len(sequence.tokens) // pool.block_size)) for sequence in request.live)
         return max(num_blocks * self._num_rows, request.seats * self._num_blocks)
 
     def _is_unfair(self, weight: int) -> bool:

@@ -109,6 +109,7 @@ class EngineStats(NamedTuple):
     """Numbers of an engine at one moment: requests, KV blocks, and counts since the start.
 
     Attributes:
+        num_groups: groups of layers; a block holds the tokens of one of them.
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
         num_drafted: times that a sequence had drafts in a step.
@@ -127,6 +128,7 @@ class EngineStats(NamedTuple):
     num_drafted: int = 0
     num_drafts: int = 0
     num_kept: int = 0
+    num_groups: int = 1
 
 
 class Placing(TypedDict, total=False):
@@ -222,7 +224,7 @@ class Engine:
             num_used_blocks=pool.num_used, block_size=pool.block_size, num_preemptions=scheduler.num_preemptions,
             num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits, num_drafted=scheduler.num_drafted, num_drafts=scheduler.num_drafts,
-            num_kept=scheduler.num_kept,
+            num_kept=scheduler.num_kept, num_groups=len(pool.windows),
         )  # fmt: skip
 
     @property

@@ -101,7 +101,9 @@ def follow(runner: ModelRunner, limits: Limits, leader: Leader) -> None:
 
     Any error ends the process: the other processes wait for its part of the step.
     """
-    sizes = Sizes(limits, runner.vocab_size, runner.blocks.num_blocks, runner.blocks.num_host_blocks)
+    blocks = runner.blocks
+    num_groups = len(blocks.cache.groups.windows)
+    sizes = Sizes(limits, runner.vocab_size, blocks.num_blocks, blocks.num_host_blocks, num_groups)
     try:
         replay(runner, sizes, leader.receive)
     except FrameError as error:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from jpaged.config import Limits
+from jpaged.core.block_pool import GONE
 from jpaged.core.params import MAX_TOP, BeamSearchParams, Params, SamplingParams
 from jpaged.core.plan import Admitted, StepPlan
 from jpaged.parallel.messages import DECODER, ENCODER, Message, ParamsText, Plan, SentAdmitted, SentPlan
@@ -99,12 +100,14 @@ class Sizes(NamedTuple):
 
     Attributes:
         num_blocks, num_host_blocks: blocks of the pool and of the host.
+        num_groups: groups of layers.
     """
 
     limits: Limits
     vocab_size: int
     num_blocks: int
     num_host_blocks: int
+    num_groups: int = 1
 
 
 def message_of(plan: StepPlan) -> Plan:
@@ -135,20 +138,20 @@ def _as[T](kind: type[T], value: Admitted | StepPlan, **changes: object) -> T:
 
 def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     """Check the numbers outside the admitted sequences."""
-    limits, tokens, blocks, host = sizes
+    limits, tokens, blocks, host, groups = sizes
     rows, length, width = limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq
     _check("rows", plan.rows, limits.max_num_decodes, (rows, length, length + 1, rows + 1))
     _check("drafts", plan.drafts, limits.max_num_drafts, (len(plan.rows), tokens))
     _check_length("swap_out", plan.swap_out, rows)
     for pairs in plan.swap_out:
         _check("swap_out", pairs, host, (blocks, host))
-    _check("block_copies", plan.block_copies, rows, (blocks, blocks))
+    _check("block_copies", plan.block_copies, rows * groups, (blocks, blocks))
     _check("swap_in", plan.swap_in, host, (host, blocks))
     _check_series("released_rows", plan.released_rows, rows, rows)
     _check("row_copies", plan.row_copies, rows, (rows, rows))
     _check_series("admitted.row", [each.row for each in plan.admitted], rows, rows)
     _check("chosen", plan.chosen, rows, (rows, tokens, 2**64))
-    _check("entries", plan.entries, rows * width, (rows, width, blocks))
+    _check("entries", plan.entries, rows * groups * width, (rows, groups, width, blocks))
     _check_series("masked", [row for row, _ in plan.masked], limits.max_num_decodes, rows)
     for _, banned in plan.masked:
         _check_series("masked", banned, tokens, tokens)
@@ -181,7 +184,12 @@ def _check_rows(plan: StepPlan, limits: Limits) -> None:
 def _check_admitted(admitted: SentAdmitted, sizes: Sizes) -> None:
     length, tokens = sizes.limits.max_model_len, sizes.vocab_size
     _check_series("admitted.token_ids", admitted.token_ids, length, tokens)
-    _check_series("admitted.block_ids", admitted.block_ids, sizes.limits.blocks_per_seq, sizes.num_blocks)
+    if len(admitted.block_ids) != sizes.num_groups:
+        raise FrameError(f"admitted.block_ids: must be of {sizes.num_groups} groups, not {len(admitted.block_ids)}")
+    for block_ids in admitted.block_ids:
+        held = [block_id for block_id in block_ids if block_id != GONE]
+        _check_length("admitted.block_ids", block_ids, sizes.limits.blocks_per_seq)
+        _check_series("admitted.block_ids", held, len(held), sizes.num_blocks)
     _check_series("admitted.banned", admitted.banned, tokens, tokens)
     _check_series("admitted.seed", [admitted.seed], 1, 2**64)
     _check_series("admitted.num_top", [admitted.num_top or 0], 1, max(MAX_TOP, tokens) + 1)

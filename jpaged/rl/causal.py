@@ -124,7 +124,7 @@ def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) ->
         jax.devices()[0], model.config, name=numerics.get("kernels", "auto"), dtype=dtype, block_size=block_size,
         pool_dtype=pool_dtype,
     )  # fmt: skip
-    return KVCache.of(model.config, block_size, pool_dtype, kernels, model.attention_specs, attention_dtype=dtype)
+    return KVCache.of(model.config, block_size, pool_dtype, kernels, attention_dtype=dtype)
 
 
 def _logprobs(

@@ -54,7 +54,7 @@ def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> At
             others in the order of a prompt.
     """
     step = as_step(is_output_bw, cache.block_size)
-    num_blocks = len(is_output_bw) * step.block_tables.shape[1]
+    num_blocks = len(is_output_bw) * step.block_tables[0].shape[1]
 
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
@@ -81,8 +81,8 @@ def as_step(is_output_bw: jax.Array, block_size: int) -> Batch:
     first_s = jnp.minimum(starts_s[:-1], num_tokens - 1)
     return Batch(
         num_tokens=None, tokens=None, positions=position_t, targets=None, sampled_from=None, samples=None,
-        slot_mapping=row_t * blocks * block_size + position_t,
+        slot_mapping=(row_t * blocks * block_size + position_t,),
         context_lens=jnp.where(starts_s[:-1] < num_tokens, position_t[starts_s[1:] - 1] + 1, 0),
         cu_q_lens=starts_s, decodes=is_output_t[first_s],
-        block_tables=row_t[first_s, None] * blocks + jnp.arange(blocks, dtype=jnp.int32),
+        block_tables=(row_t[first_s, None] * blocks + jnp.arange(blocks, dtype=jnp.int32),),
     )  # fmt: skip

@@ -1,14 +1,16 @@
 """Arrays of one step: a plan in one buffer, padded to one of a few fixed shapes."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import Limits
+from jpaged.core.groups import Windows, held_windows, most_held
 from jpaged.core.plan import StepPlan
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_table import RowTable, branch_seeds
@@ -30,14 +32,17 @@ class Batch(NamedTuple):
     num_tokens: Array  # [] int32, tokens before the padding; T in a batch of padding only, which costs as a full one
     tokens: Array  # [T] int32
     positions: Array  # [T] int32
-    slot_mapping: Array  # [T] int32, flat slots to write, -1 = none
+    slot_mapping: tuple[Array, ...]  # for each group of layers: [T] int32, flat slots to write, -1 = none
     targets: Array  # [T] int32, the following token where its logprob is wanted, else -1
     context_lens: Array  # [S] int32, this step's tokens included
     cu_q_lens: Array  # [S + 1] int32, first token of each sequence
     decodes: Array  # [S] int32, whether the sequence has one token, which follows a sampled one, as in a decode step
     sampled_from: Array  # [S] int32, the token before sample s; samples are in the order of the sequences
     samples: Array  # [S, F] int32, the words of sampling rows (`ROW`)
-    block_tables: Array  # [S, W] int32, undefined past a sequence's blocks
+    # For each group of layers: [S, W] int32, undefined past a sequence's blocks and before its first query's window.
+    # The buffer has the columns that the queries may see, from the block in `first_blocks` on. None: it has all.
+    block_tables: tuple[Array, ...]
+    first_blocks: tuple[Array | None, ...] = ()  # for each group of layers: [S] int32
     work: tuple[Any, ...] = ()  # lists of work of the attention kernels, for each window of the model
 
 
@@ -104,9 +109,9 @@ class Buckets:
         return next(b for b in rungs if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs)
 
 
-# (batch with lengths, whether it is a decode step) -> `Batch.work` in numpy: arrays in tuples, whose form depends on
+# (batch with lengths, whether it is a decode step, W) -> `Batch.work` in numpy: arrays in tuples, whose form depends on
 # the bucket only.
-MakeWork = Callable[[Batch, bool], tuple[Any, ...]]
+MakeWork = Callable[[Batch, bool, int], tuple[Any, ...]]
 
 
 class Layout:
@@ -114,22 +119,34 @@ class Layout:
 
     Each array starts at a multiple of 256 bytes: XLA may hand a kernel a pointer into the buffer instead of a copy of
     an array, and Mosaic's runtime takes no other pointers.
+
+    Args:
+        table_width: W, the maximum blocks of a sequence.
+        windows: the window of each group of layers.
     """
 
-    def __init__(self, bucket: Bucket, table_width: int, make_work: MakeWork = lambda *_: ()):
+    def __init__(
+        self, bucket: Bucket, table_width: int, make_work: MakeWork = lambda *_: (), *,
+        windows: Windows = (None,), block_size: int = 1,
+    ):  # fmt: skip
         t, s = bucket.num_tokens, bucket.num_seqs
-        shapes = Batch((), (t,), (t,), (t,), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS), (s, table_width))
-        self._decode, self._make_work = bucket.decode, make_work
-        zeros = Batch._make([*(np.zeros(shape, np.int32) for shape in shapes[:-1]), ()])
-        lists, self._work_tree = jax.tree.flatten(make_work(zeros, bucket.decode))
-        all_shapes = [*shapes[:-1], *(array.shape for array in lists)]
-        sizes = [math.prod(shape) for shape in all_shapes]
-        starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        self._places = [(slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, all_shapes)]
+        self._decode, self._make_work, self._width = bucket.decode, make_work, table_width
+        self._windows, self._block_size = held_windows(windows, block_size), block_size
+        most = most_held(windows, block_size, 1 if bucket.decode else t)
+        widths = [min(table_width, each or table_width) for each in most]
+        shapes = Batch(
+            (), (t,), (t,), ((t,),) * len(windows), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS),
+            tuple((s, width) for width in widths), tuple((s,) if width < table_width else None for width in widths),
+        )  # fmt: skip
+        zeros: Batch = jax.tree.map(partial(np.zeros, dtype=np.int32), shapes, is_leaf=_is_shape)
+        arrays, self._tree = jax.tree.flatten(zeros._replace(work=make_work(zeros, bucket.decode, table_width)))
+        starts = list(itertools.accumulate((-(-x.size // ALIGNMENT) * ALIGNMENT for x in arrays), initial=0))
+        self._places = [(slice(start, start + x.size), x.shape) for start, x in zip(starts, arrays)]
         self.size = starts[-1]
         self._padding = np.zeros(self.size, np.int32)
         batch = self.unpack(self._padding)
-        batch.slot_mapping[:] = batch.targets[:] = -1
+        for slots_t in (*batch.slot_mapping, batch.targets):
+            slots_t[:] = -1
         batch.samples.view(ROW)[:] = NEUTRAL
         batch.num_tokens[...] = t
         self.fill_work(batch)
@@ -137,19 +154,47 @@ class Layout:
     def unpack(self, buffer: Array) -> Batch:
         """Return the arrays in a buffer: views of a NumPy array, slices of a traced one."""
         arrays = [buffer[place].reshape(shape) for place, shape in self._places]
-        num_fixed = len(Batch._fields) - 1
-        return Batch._make([*arrays[:num_fixed], jax.tree.unflatten(self._work_tree, arrays[num_fixed:])])
+        return cast(Batch, jax.tree.unflatten(self._tree, arrays))
 
     def fill_work(self, batch: Batch) -> None:
         """Make the lists of work of a batch whose lengths are in place."""
-        work = self._make_work(batch, self._decode)
+        work = self._make_work(batch, self._decode, self._width)
         for place, array in zip(jax.tree.leaves(batch.work), jax.tree.leaves(work), strict=True):
             place[...] = array
+
+    def fill_tables(self, batch: Batch, rows: RowTable, row_n: np.ndarray, start_n: np.ndarray) -> None:
+        """Write the block tables of a batch, whose sequences are some rows with queries from some positions on."""
+        n, groups = len(row_n), zip(batch.block_tables, batch.first_blocks, self._windows, rows.block_tables)
+        for block_tables, first_blocks, window, of_rows in groups:
+            if first_blocks is None or window is None:
+                block_tables[:n] = of_rows[row_n]
+                continue
+            first_blocks[:n] = np.maximum(start_n - window + 1, 0) // self._block_size
+            columns = first_blocks[:n, None] + np.arange(block_tables.shape[1])
+            block_tables[:n] = of_rows[row_n[:, None], np.minimum(columns, self._width - 1)]
+
+    def whole_tables(self, batch: Batch) -> Batch:
+        """Return a batch whose block tables have all columns."""
+
+        def whole(block_tables: jax.Array, first_blocks: jax.Array | None) -> jax.Array:
+            if first_blocks is None:
+                return block_tables
+            columns = jnp.arange(self._width, dtype=jnp.int32) - first_blocks[:, None]
+            is_sent = (columns >= 0) & (columns < block_tables.shape[1])
+            sent = jnp.take_along_axis(block_tables, jnp.where(is_sent, columns, 0), axis=1)
+            return jnp.where(is_sent, sent, 0)
+
+        tables = tuple(whole(*each) for each in zip(batch.block_tables, batch.first_blocks))
+        return batch._replace(block_tables=tables, first_blocks=(None,) * len(tables))
 
     def empty(self) -> tuple[np.ndarray, Batch]:
         """Return a new buffer and its arrays, with padding only: it computes nothing and writes nothing."""
         buffer = self._padding.copy()
         return buffer, self.unpack(buffer)
+
+
+def _is_shape(each: Any) -> bool:
+    return type(each) is tuple and all(isinstance(size, int) for size in each)
 
 
 class Shapes:
@@ -158,6 +203,7 @@ class Shapes:
     Args:
         table_width: W, the maximum blocks of a sequence.
         make_work: makes the lists of work of the attention kernels.
+        windows: the window of each group of layers.
 
     Attributes:
         layouts: layouts of the batches of each bucket.
@@ -167,10 +213,11 @@ class Shapes:
 
     def __init__(
         self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement,
-        make_work: MakeWork = lambda *_: (),
+        make_work: MakeWork = lambda *_: (), *, windows: Windows = (None,), block_size: int = 1,
     ):  # fmt: skip
-        self.buckets, self._placement = buckets, placement
-        self._table_width, self._num_words, self._make_work = table_width, -(-vocab_size // 32), make_work
+        self.buckets, self._placement, self._num_words = buckets, placement, -(-vocab_size // 32)
+        self._table_width, self._make_work = table_width, make_work
+        self._windows, self._block_size = windows, block_size
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
         self.add(buckets.all)
@@ -179,7 +226,9 @@ class Shapes:
         """Add shapes of steps, which may run as soon as their arrays exist: another thread may be making batches."""
         for bucket in buckets:
             if bucket not in self.layouts:
-                self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work)
+                self.layouts[bucket] = Layout(
+                    bucket, self._table_width, self._make_work, windows=self._windows, block_size=self._block_size
+                )
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
@@ -219,7 +268,7 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.num_tokens[...] = num_tokens
     batch.context_lens[:n] = start_n + count_n
     batch.decodes[:n] = decodes_n
-    batch.block_tables[:n] = rows.block_tables[row_n]
+    layouts[bucket].fill_tables(batch, rows, row_n, start_n)
     decoded_n, drafts_n = rows.tokens_at(row_n, start_n), np.zeros(n, np.int32)
     for entry, token in plan.drafts:
         decoded_n[entry], drafts_n[entry] = token, drafts_n[entry - 1] + 1
@@ -239,7 +288,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
             batch.targets[at] = rows.targets(row, start, start + count)
     batch.cu_q_lens[n + 1 :] = num_tokens
     batch.positions[:num_tokens] = position_t
-    batch.slot_mapping[:num_tokens] = rows.slots(row_t, position_t)
+    for slot_mapping, slots_t in zip(batch.slot_mapping, rows.slots(row_t, position_t)):
+        slot_mapping[:num_tokens] = slots_t
     layouts[bucket].fill_work(batch)
     return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n, drafts_n))
 

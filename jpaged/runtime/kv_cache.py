@@ -1,7 +1,7 @@
 """KV pool on the device: the layout of its arrays, and the ops on them."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,29 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jpaged.config import Limits
+from jpaged.core.groups import Groups, group_layers, most_held
 from jpaged.models.base import AttentionSpec
 from jpaged.models.config import ModelConfig
+from jpaged.models.variation import MAX_SIZE
 from jpaged.runtime.batch import Batch
 from pallas_kernels import Kernels
 
-Pool = list[jax.Array]  # [k of layer 0, v of layer 0, k of layer 1, ...], each [P, K, B, H]
+Pool = list[jax.Array]  # [k of place 0, v of place 0, k of place 1, ...], each [P, K, B, H]
 
 
 @dataclass(frozen=True)
 class KVCache:
     """Layout of a pool, and the ops on it. Pools are arguments: this holds no array.
 
+    Layers of several groups share an array, in which each group has its own blocks.
+
     Keys and values of an fp8 pool are stored without a scale: numbers past ±448 are clipped.
 
     Attributes:
-        num_layers, num_kv_heads: numbers of the model.
+        groups: the groups of the model's layers.
+        num_kv_heads: number of the model.
         head_dim: head dim of the pool, the model's or more.
         dtype: dtype of the pool.
         windows: the different windows of the model's layers.
         attention_dtype: dtype in which `attend` takes queries, keys and values; None: the one that all of a model have.
     """
 
-    num_layers: int
+    groups: Groups
     num_kv_heads: int
     block_size: int
     head_dim: int
@@ -44,27 +50,38 @@ class KVCache:
     @classmethod
     def of(
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
-        specs: Iterable[AttentionSpec] = (), *, attention_dtype: str | None = None,
+        windows: Sequence[int | None] = (), *, max_model_len: int = MAX_SIZE, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
-        """Return the layout for a model, with the head dim that the kernels take, and the windows of its `specs`."""
-        layers, heads = model.num_hidden_layers, model.num_key_value_heads
-        windows = tuple(dict.fromkeys(spec.window for spec in specs))
-        return cls(layers, heads, block_size, kernels.head_dim, dtype, kernels, windows, attention_dtype)
+        """Return the layout for a model, with the head dim that the kernels take.
 
-    def make_work(self, batch: Batch, decode: bool) -> tuple[Any, ...]:
+        Args:
+            windows: number of tokens that a query of each layer sees; None: all tokens; (): all in every layer.
+            max_model_len: maximum tokens of a sequence.
+        """
+        windows = windows or (None,) * model.num_hidden_layers
+        groups, different = group_layers(windows, max_model_len), tuple(dict.fromkeys(windows))
+        heads, head_dim = model.num_key_value_heads, kernels.head_dim
+        return cls(groups, heads, block_size, head_dim, dtype, kernels, different, attention_dtype)
+
+    def make_work(self, batch: Batch, decode: bool, table_width: int) -> tuple[Any, ...]:
         """Return `Batch.work` of a batch with lengths: lists for each window, none if the kernels take no lists."""
         if self.kernels.make_work is None:
             return ()
         prompts = (None, None) if decode else (batch.cu_q_lens, batch.decodes != 0)
-        sizes = dict(num_rows=len(batch.tokens), table_tokens=batch.block_tables.shape[1] * self.block_size)
+        sizes = dict(num_rows=len(batch.tokens), table_tokens=table_width * self.block_size)
         make_work = functools.partial(self.kernels.make_work, batch.context_lens, *prompts, **sizes, xp=np)
         return tuple(make_work(window=window) for window in self.windows)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all layers of a group, keys and values."""
         itemsize = jnp.dtype(self.dtype).itemsize
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+        return 2 * self.groups.size * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+    def most_blocks(self, limits: Limits) -> int:
+        """Return the maximum blocks that a sequence holds at once in all groups."""
+        width, reach = limits.blocks_per_seq, limits.max_tokens_in_flight
+        return sum(min(width, most or width) for most in most_held(self.groups.windows, self.block_size, reach))
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         """Return the shape of each array of a pool."""
@@ -76,7 +93,7 @@ class KVCache:
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
         make = _maker(self.zeros_on(sharding) or jnp.zeros, self.shape(num_blocks), self.dtype, sharding)
-        return [make() for _ in range(2 * self.num_layers)]
+        return [make() for _ in range(2 * self.groups.size)]
 
     def zeros_on(self, sharding: Sharding) -> Callable[[tuple[int, ...], str], jax.Array] | None:
         """Return `Kernels.zeros`, which run on one device; None on several."""
@@ -89,39 +106,40 @@ class KVCache:
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
         Args:
-            pool: its arrays of this layer are replaced.
+            pool: its arrays of this layer's place are replaced.
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
             qkv: [T, N, H], [T, K, H], [T, K, H].
             angles: cos and sin [T, H/2] that rotate queries and keys, or None.
         """
-        (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * layer, 2 * layer + 2)
+        group, place = self.groups.places[layer]
+        (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * place, 2 * place + 2)
         one_k = jnp.ones(self.num_kv_heads, jnp.float32)
         scales: dict[str, Any] = dict(k_scale_k=one_k, v_scale_k=one_k) if "float8" in self.dtype else {}
         rotation: dict[str, Any] = {} if cos is None else dict(cos_t=cos, sin_t=sin, q_tnh=q_tnh)
         k, v = pool[at]
-        k, v, *rotated = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping, **rotation, **scales)
+        k, v, *rotated = self.kernels.write_kv(k, v, k_tkh, v_tkh, batch.slot_mapping[group], **rotation, **scales)
         pool[at] = k, v
         q_tnh = rotated[0] if rotated else q_tnh
         work = dict(zip(self.windows, batch.work)).get(spec.window)
         options: dict[str, Any] = spec._asdict() | scales | {"work": work}
-        layout = batch.block_tables, batch.context_lens
+        layout = batch.block_tables[group], batch.context_lens
         if decode:
             return cast(jax.Array, self.kernels.paged_decode_attention(q_tnh, k, v, *layout, **options))
         options |= {"decode_s": batch.decodes}
         return cast(jax.Array, self.kernels.ragged_paged_attention(q_tnh, k, v, *layout, batch.cu_q_lens, **options))
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
-        """Copy whole blocks of all layers; destination -1 copies nothing."""
+        """Copy whole blocks in all arrays; destination -1 copies nothing."""
         return [self.kernels.copy_blocks(array, sources_c, destinations_c) for array in pool]
 
 
 def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:
-    """Return blocks [2L, C, K, B, H] of a pool."""
+    """Return blocks [A, C, K, B, H] of a pool of A arrays."""
     return jnp.stack([array[sources_c] for array in pool])
 
 
 def scatter(pool: Pool, blocks: jax.Array, destinations_c: jax.Array) -> Pool:
-    """Return a pool with blocks [2L, C, K, B, H] at the destinations; destination -1 writes nothing."""
+    """Return a pool with blocks [A, C, K, B, H] at the destinations; destination -1 writes nothing."""
     # A negative index would be the last block; one past the end is dropped.
     at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
     return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]

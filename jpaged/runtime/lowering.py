@@ -38,7 +38,7 @@ class Lowering:
         """Return the model's part of a step with a pool of this size."""
         cache = self.cache
         array = jax.ShapeDtypeStruct(cache.shape(num_blocks), cache.dtype, sharding=self.placement.pool)
-        pool, buffer = [array] * (2 * cache.num_layers), self._whole((self.shapes.layouts[bucket].size,), "int32")
+        pool, buffer = [array] * (2 * cache.groups.size), self._whole((self.shapes.layouts[bucket].size,), "int32")
         return self.step.forward.lower(self.leaves, pool, self.last_tokens, buffer, bucket)
 
     def sampling(self, bucket: Bucket, settings: Settings) -> Lowered:

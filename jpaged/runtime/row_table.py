@@ -12,7 +12,7 @@ class RowTable:
 
     Attributes:
         tokens: for each row, its tokens at admission.
-        block_tables: [R, W] int32.
+        block_tables: for each group of layers: [R, W] int32.
         sampling: [R] of `ROW`, the sampling row of the next sample; `sampling_words` is the same memory, [R, F] int32.
         settings: [R] int32, the `Settings` of each row without a mask.
         num_top: [R], number of the most likely tokens to return with each sample; -1 for neither list nor rank.
@@ -20,10 +20,10 @@ class RowTable:
         keeps: [R] bool, whether to return the tokens that each sample is drawn from.
     """
 
-    def __init__(self, num_rows: int, table_width: int, block_size: int):
+    def __init__(self, num_rows: int, table_width: int, block_size: int, num_groups: int = 1):
         self._block_size = block_size
         self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_rows
-        self.block_tables = np.zeros((num_rows, table_width), np.int32)
+        self.block_tables = np.zeros((num_groups, num_rows, table_width), np.int32)
         self.sampling = np.full(num_rows, NEUTRAL)
         self.sampling_words = self.sampling.view(np.int32).reshape(num_rows, ROW_WORDS)
         self.settings = np.zeros(num_rows, np.int32)
@@ -43,8 +43,8 @@ class RowTable:
         """Apply a plan's differences."""
         if plan.row_copies:
             sources, destinations = map(list, zip(*plan.row_copies))
-            of_rows = self.block_tables, self.sampling, self.settings, self.num_top, self.keeps
-            for array in (*of_rows, self._num_known, self._num_scored):
+            of_rows = self.sampling, self.settings, self.num_top, self.keeps
+            for array in (*self.block_tables, *of_rows, self._num_known, self._num_scored):
                 array[destinations] = array[sources]
             self.sampling["rows"][destinations] = destinations
             for destination, tokens in zip(destinations, [self.tokens[source] for source in sources]):
@@ -55,8 +55,8 @@ class RowTable:
             self._next[row] = token
             self.sampling["seeds"][row] = _halves(seed)
         if plan.entries:
-            rows, indexes, block_ids = np.array(plan.entries, np.int32).T
-            self.block_tables[rows, indexes] = block_ids
+            rows, groups, columns, block_ids = np.array(plan.entries, np.int32).T
+            self.block_tables[groups, rows, columns] = block_ids
 
     def tokens_at(self, rows_n: np.ndarray, positions_n: np.ndarray) -> np.ndarray:
         """Return one token of each of some rows, [n] int32; `-1 - row` if it is the row's last sample."""
@@ -69,11 +69,10 @@ class RowTable:
         """Record that some rows have sampled: their next tokens are their samples."""
         self._next[rows_n] = -1 - rows_n
 
-    def slots(self, rows_t: np.ndarray, positions_t: np.ndarray) -> np.ndarray:
-        """Return the flat slots, [T] int32, of tokens."""
-        size = self._block_size
-        slots_t: np.ndarray = self.block_tables[rows_t, positions_t // size] * size + positions_t % size
-        return slots_t
+    def slots(self, rows_t: np.ndarray, positions_t: np.ndarray) -> list[np.ndarray]:
+        """Return the flat slots of tokens, for each group of layers: [T] int32."""
+        columns_t, offsets_t = np.divmod(positions_t, self._block_size)
+        return [table[rows_t, columns_t] * self._block_size + offsets_t for table in self.block_tables]
 
     def targets(self, row: int, start: int, end: int) -> np.ndarray:
         """Return the prompt's token after each of the positions [start, end) if its logprob is wanted, else -1."""
@@ -87,7 +86,8 @@ class RowTable:
     def _admit(self, admitted: Admitted) -> None:
         row, params = admitted.row, admitted.params
         self.tokens[row] = np.array(admitted.token_ids, np.int32)
-        self.block_tables[row, : len(admitted.block_ids)] = admitted.block_ids
+        for block_tables, block_ids in zip(self.block_tables, admitted.block_ids, strict=True):
+            block_tables[row, : len(block_ids)] = np.maximum(block_ids, 0)  # those that are gone are not read
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row
         self._num_scored[row] = len(admitted.token_ids) if admitted.num_scored is None else admitted.num_scored
         self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

@@ -84,21 +84,26 @@ class ModelRunner:
         logger.info("attention kernels: %s (%s)", kernels.name, kernels.reason)
         cache = KVCache.of(
             self.config, limits.block_size, pool_dtype(self.outputs.attention_dtype),
-            divide_kernels(kernels, placement), model.attention_specs, attention_dtype=self.outputs.attention_dtype,
+            divide_kernels(kernels, placement), [spec.window for spec in model.attention_specs],
+            max_model_len=limits.max_model_len, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
+        windows, num_groups = cache.groups.windows, len(cache.groups.windows)
         multiplies = placement.size == 1 and kernels.multiplies
         self.pads = not (multiplies and kernels.skips_rows)
         buckets = Buckets(limits, padded=self.pads, least=kernels.implementation.least_rows if multiplies else 1)
-        self.shapes = Shapes(buckets, limits.blocks_per_seq, self.vocab_size, placement, cache.make_work)
+        width = limits.blocks_per_seq
+        self.shapes = Shapes(
+            buckets, width, self.vocab_size, placement, cache.make_work, windows=windows, block_size=limits.block_size
+        )
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
             max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs,
             kernels=kernels if multiplies else None, has_quantized_weights=quantized,
         )  # fmt: skip
-        copy_sizes = ladder(8, max(8, limits.max_num_seqs), 4)
-        table = RowTable(limits.max_num_seqs, limits.blocks_per_seq, limits.block_size)
+        copy_sizes, most_copies = ladder(8, max(8, limits.max_num_seqs), 4), limits.max_num_seqs * num_groups
+        table = RowTable(limits.max_num_seqs, width, limits.block_size, num_groups)
         self.rows = DeviceRows(table, self.vocab_size, copy_sizes, placement)
-        self.blocks, self.late = BlockStore(cache, copy_sizes, placement), set[Bucket]()
+        self.blocks, self.late = BlockStore(cache, ladder(8, max(8, most_copies), 4), placement), set[Bucket]()
         self.background: Background | None = None
         self.watch: StepWatch | None = None
         self.numerics = numerics_of(self.kind, self.tree.expected, kernels, cache, placement) | {

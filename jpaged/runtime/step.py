@@ -154,7 +154,8 @@ class Step:
     def _forward(
         self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
     ) -> tuple[Computed, Pool]:
-        batch = self.layouts[bucket].unpack(buffer)
+        layout = self.layouts[bucket]
+        batch = layout.whole_tables(layout.unpack(buffer))
         batch = batch._replace(tokens=_known(batch.tokens, last_tokens_r), decodes=batch.decodes != 0)
         model = self._merged(params)
         x_td, pool = forward(model, self.cache, pool, batch, decode=bucket.decode, kernels=self.kernels)

@@ -18,7 +18,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class _Chunk(NamedTuple):
-    """Blocks of one transfer, [2L, C, K, B, H]: row i is host block `block_ids[i]`."""
+    """Blocks of one transfer, [A, C, K, B, H]: row i is host block `block_ids[i]`."""
 
     blocks: jax.Array
     block_ids: list[int]

@@ -60,7 +60,7 @@ def server_info(service: Service) -> JsonObject:
         "version": version("jpaged"),
         "context_length": service.max_model_len,
         "page_size": stats.block_size,
-        "max_total_num_tokens": stats.num_blocks * stats.block_size,
+        "max_total_num_tokens": stats.num_blocks * stats.block_size // stats.num_groups,
         "num_running_reqs": stats.num_running,
         "num_waiting_reqs": stats.num_waiting,
         "status": "ready" if service.healthy else "unavailable",

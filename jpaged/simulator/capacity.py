@@ -52,7 +52,7 @@ def estimate(deployment: Deployment, traffic: Traffic, limits: LatencyLimits) ->
         return deployment.cost.seconds(StepLoad(users, tokens, users, context, context))
 
     users = bisect_left(range(1, MAX_USERS + 1), True, key=lambda users: seconds(users) > limits.tpot)
-    users = max(1, min(users, math.floor(deployment.pool_tokens / (held + deployment.block_size))))
+    users = max(1, min(users, math.floor(deployment.pool_tokens / deployment.tokens_held(held))))
     thinking = traffic.think_s / (fmean(each.output for each in traffic.lengths) * seconds(users))
     return max(1, min(MAX_USERS, round(0.85 * users * (1 + thinking))))
 

@@ -98,7 +98,8 @@ class Roofline:
         read = (shape.linear_params + experts) * self.weight_bits + shape.output_params * self.embedding_bits
         products = shape.layer_products(grouped) * load.tokens + shape.output_params * load.samples
         matrices = max(read / 8 / bandwidth, 2 * products / flops)
-        attention = max(
+        seen = shape.share_seen(max(1.0, load.context / max(1, load.rows)))
+        attention = seen * max(
             shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,
             4 * shape.num_layers * shape.num_heads * shape.head_dim * load.pairs / flops,
         )

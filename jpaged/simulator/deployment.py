@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jpaged.config import BLOCK_SIZE, EngineConfig, Limits
 from jpaged.config import GPU as GPU_DEFAULTS
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.groups import Groups, group_layers, most_held
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.simulator.cost import CostTable, Roofline, StepCost
 from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
@@ -61,11 +62,11 @@ class Deployment:
             )
         if self.max_model_len > shape.context:
             raise ValueError(f"max_model_len: {self.max_model_len} exceeds the {shape.context} tokens of {shape.name}")
-        if self.pool_tokens // self.block_size * self.block_size < self.max_model_len:
+        if self.num_blocks < self._most_blocks(self.max_model_len):
             raise ValueError(
                 f"gpu: no room on {gpus} x {self.gpu.name} for {shape.name} ({self.param_bytes / 2**30:.1f} GiB) "
                 f"and the KV of one sequence of {self.max_model_len} tokens "
-                f"({shape.kv_bytes(self.kv_dtype_bytes, gpus) * self.max_model_len / 2**30:.1f} GiB): use more GPUs "
+                f"({self.kv_bytes(self.max_model_len) / 2**30:.1f} GiB): use more GPUs "
                 "(--tensor-parallel-size) or a smaller --max-model-len"
             )
 
@@ -76,13 +77,45 @@ class Deployment:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV that fit into the memory beside the parameters."""
+        """Tokens of KV of all layers that fit into the memory beside the parameters."""
+        return max(0, math.floor(self._pool_bytes / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
+
+    @property
+    def groups(self) -> Groups:
+        """Groups of the layers."""
+        return group_layers(self.shape.windows or (None,) * self.shape.num_layers, self.max_model_len)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks, each of one group of layers."""
+        return max(0, math.floor(self._pool_bytes / self._block_bytes))
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return the maximum bytes of the blocks that a sequence of some tokens holds at once, on all GPUs."""
+        return self._most_blocks(num_tokens) * self._block_bytes
+
+    def tokens_held(self, num_tokens: float) -> float:
+        """Return the tokens of all layers that take as much memory as a sequence of some tokens once it is computed."""
+        return num_tokens * self.shape.share_seen(num_tokens) + self.block_size
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        count, reach = -(-num_tokens // self.block_size), 2 * self.max_num_batched_tokens
+        held = most_held(self.groups.windows, self.block_size, reach)
+        return sum(min(count, most or count) for most in held)
+
+    @property
+    def _block_bytes(self) -> int:
+        shape = self.shape
+        layer = shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus) // shape.num_layers
+        return layer * self.groups.size * self.block_size
+
+    @property
+    def _pool_bytes(self) -> float:
         temporaries = TEMPORARIES_BYTES + self.shape.expanded_bytes(
             self.max_num_batched_tokens, self.gpu.multiplies(self.num_gpus)
         )
         per_gpu = self.gpu.memory_bytes * self.gpu_memory_utilization - temporaries
-        left = per_gpu * self.num_gpus - self.param_bytes
-        return max(0, math.floor(left / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
+        return per_gpu * self.num_gpus - self.param_bytes
 
     @property
     def cost(self) -> CostTable | Roofline:
@@ -96,7 +129,9 @@ class Deployment:
         """Return a new engine with empty memory; `cost` replaces the cost model."""
         most = min(users, MAX_USERS, self.max_num_batched_tokens)  # each sequence needs a token of a step
         limits = Limits(self.max_model_len, self.max_num_seqs or most, self.max_num_batched_tokens, self.block_size)
-        num_blocks = self.pool_tokens // self.block_size
-        pool = BlockPool(num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching)
+        pool = BlockPool(
+            self.num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching,
+            windows=self.groups.windows, reach=limits.max_tokens_in_flight,
+        )  # fmt: skip
         scheduler = Scheduler(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute", headroom=HEADROOM)
         return VirtualEngine(scheduler, cost or self.cost)

@@ -17,6 +17,7 @@ class ModelShape:
         num_experts_per_tok: experts that compute a token.
         expert_size: MLP dim of an expert.
         num_dense_layers: layers with an MLP in a decoder with experts.
+        windows: tokens that a query of each layer sees; None: all tokens; (): all in every layer.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     expert_size: int = 0
     num_dense_layers: int = 0
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig, name: str) -> "ModelShape":
@@ -47,7 +49,8 @@ class ModelShape:
         return cls(
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
             config.num_key_value_heads, config.head_dim, config.vocab_size, config.mlp_matrices,
-            tied=config.tie_word_embeddings, context=config.context_length, **mixture,
+            tied=config.tie_word_embeddings, context=config.context_length,
+            windows=config.variation.windows if any(config.variation.windows) else (), **mixture,
         )  # fmt: skip
 
     @property
@@ -108,6 +111,11 @@ class ModelShape:
         """Return the bytes of keys and values of one token on all GPUs; each GPU holds at least one KV head."""
         return 2 * self.num_layers * max(self.num_kv_heads, num_gpus) * self.head_dim * dtype_bytes
 
+    def share_seen(self, context: float) -> float:
+        """Return the share of the keys of a context that its last token sees, on average over the layers."""
+        windows = self.windows or (None,)
+        return sum(1.0 if window is None else min(1.0, window / context) for window in windows) / len(windows)
+
 
 def _opt(name: str, layers: int, hidden: int) -> ModelShape:
     heads = hidden // 128
@@ -121,6 +129,10 @@ SHAPES = {
     "llama-3-70b": ModelShape("Llama-3-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, context=8192),
     "llama-3.1-8b": ModelShape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256, context=131_072),
     "llama-3.1-70b": ModelShape("Llama-3.1-70B", 80, 8192, 28_672, 64, 8, 128, 128_256, context=131_072),
+    "gemma-3-27b": ModelShape(
+        "Gemma-3-27B", 62, 5376, 21_504, 32, 16, 128, 262_208, tied=True, context=131_072,
+        windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(62)),
+    ),
     "mixtral-8x7b": ModelShape(
         "Mixtral-8x7B", 32, 4096, 14_336, 32, 8, 128, 32_000, context=32_768,
         num_experts=8, num_experts_per_tok=2, expert_size=14_336,

@@ -115,10 +115,9 @@ def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> 
 def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimits | None = None) -> Scheduler:
     config, limits, size = setup.resolved.config, setup.resolved.limits, setup.resolved.limits.block_size
     eos = eos_token_ids(setup.resolved.model, setup.tokenizer)
-    pool = BlockPool(measured.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching)
-    host_pool = None
-    if measured.num_host_blocks:
-        host_pool = BlockPool(measured.num_host_blocks, size, enable_prefix_caching=False)
+    make = partial(BlockPool, block_size=size, windows=measured.windows, reach=limits.max_tokens_in_flight)
+    pool = make(measured.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    host_pool = make(measured.num_host_blocks, enable_prefix_caching=False) if measured.num_host_blocks else None
     return Scheduler(
         pool, limits, vocab_size=setup.resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool,
         policy=config.scheduling_policy, preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from jpaged.config import Limits, Speculation, platform_defaults
 from jpaged.core.drafts import UNKNOWN, DecodeCosts
+from jpaged.core.groups import Windows
 from jpaged.runtime.batch import Bucket
 from jpaged.runtime.compilation_cache import cache_folder, private_folder
 from jpaged.runtime.placement import Placement
@@ -47,6 +48,7 @@ class Measured(NamedTuple):
     Attributes:
         num_blocks: KV blocks on the devices.
         num_host_blocks: KV blocks on the host that preempted requests may be swapped to; 0: they are not swapped.
+        windows: windows of the groups of layers.
         tokens_beside_decodes: maximum tokens of a step with decodes; None: the limit of all steps.
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
         block_swap_cost: cost of moving one block to the host and back, in tokens; 0 if it is not needed or unknown.
@@ -55,6 +57,7 @@ class Measured(NamedTuple):
 
     num_blocks: int
     num_host_blocks: int
+    windows: Windows
     tokens_beside_decodes: int | None
     step_overhead: float
     block_swap_cost: float
@@ -92,7 +95,8 @@ def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progres
     if costs and (further := [bucket for bucket in ladders if bucket not in runner.shapes.buckets.all]):
         runner.compile_later(further)
     overhead, decodes = step_overhead(costs, platform), decode_costs(runner, limits, costs)
-    return Measured(runner.blocks.num_blocks, num_host_blocks, chunk, overhead, swap_cost, decodes)
+    windows = runner.blocks.cache.groups.windows
+    return Measured(runner.blocks.num_blocks, num_host_blocks, windows, chunk, overhead, swap_cost, decodes)
 
 
 def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progress: bool = True) -> StepCosts:
@@ -258,7 +262,8 @@ def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> Decod
     sizes = np.arange(limits.max_num_decodes + 1)
     every = seconds[np.searchsorted(counts, sizes)] if runner.pads else np.interp(sizes, counts, seconds)
     weights = sum(leaf.nbytes for leaf in runner.leaves)
-    token_bytes = runner.blocks.cache.block_bytes / limits.block_size
+    cache = runner.blocks.cache
+    token_bytes = cache.block_bytes * cache.groups.windows.count(None) / limits.block_size
     return DecodeCosts(tuple(every.tolist()), float(seconds[0] * token_bytes / weights))
 
 

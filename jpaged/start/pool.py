@@ -36,7 +36,7 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     """
     config, limits, blocks = resolved.config, resolved.limits, runner.blocks
     devices = runner.placement.local_devices
-    wanted = limits.max_num_seqs * limits.blocks_per_seq
+    wanted = limits.max_num_seqs * blocks.cache.most_blocks(limits)
     num_host_blocks = min(int(config.swap_space * 2**30 // (blocks.block_bytes * len(devices))), wanted)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
@@ -50,7 +50,7 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
             reason = sized_by = "gpu_memory_utilization"
         else:
             reason = "enough for all sequences" if num_blocks == wanted else "a quarter of the memory, at most 4 GiB"
-    check_num_blocks(limits, num_blocks)
+    check_num_blocks(limits, num_blocks, len(blocks.cache.groups.windows))
     blocks.allocate(num_blocks, num_host_blocks, sized_by)
     used = "; a block takes memory once it is used" if blocks.is_lazy else ""
     logger.info(
@@ -69,7 +69,10 @@ def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype
         ValueError: the pool does not fit, or has fewer blocks than there are sequences.
     """
     config, limits = resolved.config, resolved.limits
-    cache = KVCache.of(resolved.model, limits.block_size, config.pool_dtype(dtype), kernels)
+    cache = KVCache.of(
+        resolved.model, limits.block_size, config.pool_dtype(dtype), kernels, resolved.model.variation.windows,
+        max_model_len=limits.max_model_len,
+    )  # fmt: skip
     memory = available_memory(placement.local_devices)
     if num_blocks := configured_num_blocks(config, cache.block_bytes // placement.kv_size, memory):
         check_num_blocks(limits, num_blocks)

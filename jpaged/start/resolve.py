@@ -123,16 +123,17 @@ def draft_model_config(resolved: Resolved) -> EngineConfig | None:
     )  # fmt: skip
 
 
-def check_num_blocks(limits: Limits, num_blocks: int) -> None:
-    """Check that the KV pool has a block for each sequence.
+def check_num_blocks(limits: Limits, num_blocks: int, num_groups: int = 1) -> None:
+    """Check that the KV pool has a block for each sequence in each group of layers.
 
     Raises:
         ValueError: it has fewer.
     """
-    if limits.max_num_seqs > num_blocks:
+    if limits.max_num_seqs * num_groups > num_blocks:
+        least = "one" if num_groups == 1 else f"{num_groups}, one in each group of layers"
         raise ValueError(
             f"max_num_seqs: {limits.max_num_seqs} exceeds the {num_blocks} blocks of the KV pool, "
-            "and each sequence needs at least one"
+            f"and each sequence needs at least {least}"
         )
 
 

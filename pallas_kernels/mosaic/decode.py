@@ -131,14 +131,15 @@ def _kernel(
     @pl.when(lax.axis_index("wg") == 1)
     def copy() -> None:
         def split(step: jax.Array, filled: jax.Array) -> jax.Array:
-            _, head, seq, start, end, _ = work(step)
+            _, head, seq, start, end, first_seen = work(step)
             q_stage = lax.rem(step, q_stages)
             pl.when(step >= q_stages)(lambda: plgpu.barrier_wait(q_free.at[q_stage]))
             row = row_s_ref[seq] if rows.direct else seq
             heads = pl.ds(pl.multiple_of(rows.first(row, head, num_kv_heads) // TMA_ROWS * TMA_ROWS, TMA_ROWS), m)
             plgpu.copy_gmem_to_smem(q_nh_ref.at[heads], q_smem.at[q_stage], q_full.at[q_stage])
             where = dict(seq=seq, head=head, start=start, end=end, filled=filled)
-            return ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, **where)
+            seen = first_seen if windowed else None
+            return ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, seen=seen, **where)
 
         ring.drain(lax.fori_loop(0, steps, split, jnp.int32(0)))
 

@@ -252,12 +252,13 @@ def _kernel(
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
         i, head, column = place()
-        _, _, _, key_start, key_end = extent(i)
+        _, _, position, key_start, key_end = extent(i)
+        seen = None if window is None else jnp.clip(position - window + 1, 0, key_end)
         for j in range(warpgroups):
             _, _, lead, start = own_rows(i, j)
             box = pl.ds(pl.multiple_of(start * group - lead, TMA_ROWS), rows)
             plgpu.copy_gmem_to_smem(q_kyh_ref.at[head, box], q_smem.at[j], q_full)
-        where = dict(seq=tile_seq_i_ref[i], head=head, start=key_start, end=key_end, v_column=column)
+        where = dict(seq=tile_seq_i_ref[i], head=head, start=key_start, end=key_end, seen=seen, v_column=column)
         ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, filled=jnp.int32(0), **where))
 
 

@@ -73,7 +73,7 @@ class KVRing(NamedTuple):
 
     def fill(
         self, k_pool_ref: Ref, v_pool_ref: Ref, table_ref: Ref, *, seq: jax.Array, head: jax.Array, start: jax.Array,
-        end: jax.Array, filled: jax.Array, v_column: jax.Array | int = 0,
+        end: jax.Array, filled: jax.Array, seen: jax.Array | None = None, v_column: jax.Array | int = 0,
     ) -> jax.Array:  # fmt: skip
         """Take tokens [start, end) of one sequence and KV head through the ring; `start` is a multiple of the tile.
 
@@ -82,6 +82,8 @@ class KVRing(NamedTuple):
 
         Args:
             filled: number of tiles that went through the ring before.
+            seen: first token that a consumer sees. The table is not read before its block, because no sequence may hold
+                these blocks any more: rows of a block of the sequence take their place. None: all tokens are seen.
 
         Returns:
             The number of tiles that have gone through the ring.
@@ -91,12 +93,15 @@ class KVRing(NamedTuple):
         rows = min(tile, block_size)
         tiles = pl.cdiv(end - start, tile)
         last_block = lax.div(end - 1, block_size)
+        # The rows of the last block may not be written yet.
+        first_block = None if seen is None else jnp.minimum(lax.div(seen, block_size), jnp.maximum(last_block - 1, 0))
 
         def boxes(i: jax.Array) -> Iterator[Box]:
             """Yield the row in tile i, the block and the first row in the block of every box."""
             for row in range(0, tile, rows):
                 token = start + i * tile + row
-                block = table_ref[seq, jnp.minimum(lax.div(token, block_size), last_block)]
+                index = jnp.minimum(lax.div(token, block_size), last_block)
+                block = table_ref[seq, index if first_block is None else jnp.maximum(index, first_block)]
                 yield row, block, pl.multiple_of(lax.rem(token, block_size), rows) if rows < block_size else 0
 
         def copy(boxes: Iterable[Box], pool_ref: Ref, column: jax.Array | int, tile_ref: Ref, barrier: Ref) -> None:

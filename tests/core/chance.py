@@ -6,7 +6,7 @@ preemptions. Steps overlap. Requests are aborted, the prefix cache is reset and 
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jpaged.core.commands import UpdateParams
 from jpaged.core.params import BeamSearchParams, Params, SamplingParams
@@ -39,11 +39,12 @@ class World:
 
     def __init__(self, seed: int):
         self.rng, mode, method = random.Random(seed), _mode(seed), _method(seed)
-        rng = self.rng
+        rng, windows = self.rng, _windows(seed)
         self.scheduler, self.runner = traffic.make(
-            rng.randint(8, 14), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24, host=12 * (mode != "recompute"),
-            eos=EOS, preemption=mode, block_swap_cost=1.0, drafts=3 if method == "suffix" else rng.choice([0, 3]),
-            method=method, exact=rng.random() < 0.3,
+            rng.randint(8, 14) * len(windows), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24,
+            host=12 * len(windows) * (mode != "recompute"), eos=EOS, preemption=mode, block_swap_cost=1.0,
+            drafts=3 if method == "suffix" else rng.choice([0, 3]),
+            method=method, exact=rng.random() < 0.3, windows=windows,
         )  # fmt: skip
         wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
         self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
@@ -98,14 +99,21 @@ class World:
 
 def seeds(composition: str, count: int) -> list[int]:
     """Return the seeds below a count whose runs have the events of a composition."""
-    fit = range(count)
+    fit: Sequence[int] = range(count)
     if "swap" in composition or "recompute" in composition:
         fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
+    if "window" in composition or "groups" in composition:
+        fit = [seed for seed in fit if len(_windows(seed)) > 1]
     return [seed for seed in fit if "past outputs" not in composition or _method(seed) == "suffix"]
 
 
 def _mode(seed: int) -> str:
     return ("recompute", "swap", "auto")[seed % 3]
+
+
+def _windows(seed: int) -> tuple[int | None, ...]:
+    """Return the windows of the groups of layers: a third of the runs have some."""
+    return (None,) if seed % 90 < 60 else ((None, 3), (2, None, 7), (5, 1))[seed // 6 % 3]
 
 
 def _method(seed: int) -> str:

@@ -2,6 +2,7 @@
 
 from jpaged.core import block_pool, memory, planned_step
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
 from jpaged.core.memory import Memory, Rows
 from jpaged.core.past_outputs import PastOutputs
@@ -26,7 +27,7 @@ def _after(patch, owner, name, change):
 def _skipped_token(patch):
     def skip(_, memory, request):
         for sequence in request.live:
-            if 0 < sequence.num_computed_tokens < len(sequence.table.block_ids) * memory.pool.block_size:
+            if 0 < sequence.num_computed_tokens < len(sequence.table) * memory.pool.block_size:
                 sequence.num_computed_tokens += 1
 
     _after(patch, Memory, "share_prefixes", skip)
@@ -55,7 +56,7 @@ def _common_nodes(patch):
 def _rounded_leader(patch):
     def round_up(has_started, memory, sequence):
         if has_started:
-            room = len(sequence.table.block_ids) * memory.pool.block_size
+            room = len(sequence.table) * memory.pool.block_size
             sequence.num_computed_tokens = min(room, sequence.num_tokens - 1)
 
     _after(patch, Memory, "follow", round_up)
@@ -101,7 +102,7 @@ def _remembered_destination(patch):
 def _whole_blocks(patch):
     def round_up(_, step, request):
         for sequence in request.live:
-            room = len(sequence.table.block_ids) * step.memory.pool.block_size
+            room = len(sequence.table) * step.memory.pool.block_size
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, min(room, sequence.num_tokens - 1))
 
     _after(patch, PlannedStep, "resume", round_up)
@@ -253,6 +254,128 @@ def _overlapping_drafts(patch):
     patch.setattr(Sequence, "waits", property(lambda sequence: sequence.request.waits))
 
 
+def _early_window(patch):
+    first_seen = BlockPool.first_seen
+    patch.setattr(BlockPool, "first_seen", lambda pool, group, position: first_seen(pool, group, position + 1))
+
+
+def _hit_without_window(patch):
+    match, first_seen = BlockPool.match, BlockPool.first_seen
+
+    def hopeful(pool, tokens, salt=""):
+        with patch.context() as within:
+            within.setattr(
+                BlockPool, "first_seen", lambda pool, group, at: first_seen(pool, group, at + pool.block_size)
+            )
+            return match(pool, tokens, salt)
+
+    patch.setattr(BlockPool, "match", hopeful)
+
+
+def _window_of_drafts(patch):
+    leave = Memory.leave
+    patch.setattr(Memory, "leave", lambda memory, s, position: leave(memory, s, max(position, s.num_computed_tokens)))
+
+
+def _forgotten_gap(patch):
+    def fill(_, table, block_ids):
+        table.first = [0] * len(table.first)
+
+    _after(patch, BlockTable, "share", fill)
+
+
+def _closed_gap(patch):
+    move = planned_step.move
+
+    def close(tables, to):
+        tables = list(tables)
+        moved = move(tables, to)
+        for table in tables:
+            for group, (ids, first) in enumerate(zip(table.block_ids, table.first)):
+                del ids[:first]
+                ids += [ids[-1]] * first if ids else []
+                table.first[group] = 0
+        return moved
+
+    patch.setattr(planned_step, "move", close)
+
+
+def _hasty_leader(patch):
+    patch.setattr(Memory, "leads_to", lambda memory, sequence: None)
+
+
+def _kept_entry(patch):
+    def leave(table, position):
+        for group, held in enumerate(table.block_ids):
+            for index in range(min(table.pool.first_seen(group, position), len(table))):
+                table.pool.free(held[index])
+
+    patch.setattr(BlockTable, "leave", leave)
+
+
+def _fewer_blocks(patch):
+    def shrink(_, pool, *args, **options):
+        pool.most_held = tuple(most and 2 for most in pool.most_held)
+
+    _after(patch, BlockPool, "__init__", shrink)
+
+
+def _copy_of_one_group(patch):
+    append = BlockTable.append
+
+    def first_only(table, start, end):
+        copies = append(table, start, end)
+        return copies and [pair for pair in copies if pair[1] in table.block_ids[0]]
+
+    patch.setattr(BlockTable, "append", first_only)
+
+
+def _exchanged_groups(patch):
+    def exchange(_, step, request):
+        for sequence in request.live:
+            table = sequence.table
+            table.block_ids, table.first = table.block_ids[::-1], table.first[::-1]
+
+    _after(patch, PlannedStep, "resume", exchange)
+
+
+def _entries_of_one_group(patch):
+    change = Rows.change
+
+    def first_only(rows, sequence, first, stop):
+        change(rows, sequence, first, stop)
+        changed = rows._entries[sequence.row]
+        changed[:] = [entry for entry in changed if entry.group == 0]
+
+    patch.setattr(Rows, "change", first_only)
+
+
+def _lost_path(patch):
+    """A node without blocks goes, though others follow it."""
+
+    def forget(pool, block):
+        if block.node is not None:
+            node, block.node = block.node, None
+            node.blocks[block.group] = None
+            if not any(node.blocks):
+                pool._children[node.parent].remove(node)
+                del pool._nodes[node.number]
+
+    patch.setattr(BlockPool, "_forget", forget)
+
+
+def _stale_group(patch):
+    """Only the first group forgets the content of a block that is written."""
+    forget = BlockPool._forget
+    patch.setattr(BlockPool, "_forget", lambda pool, block: None if block.group else forget(pool, block))
+
+
+def _remembered_once_more(patch):
+    """A node takes the block of one group for another one."""
+    fill = BlockPool._fill
+    patch.setattr(BlockPool, "_fill", lambda pool, node, block_ids: fill(pool, node, block_ids[::-1]))
+
+
 # By composition. Those of `planted` show in one, too.
 FAULTS = {
     "chunk, prefix hit": _skipped_token,
@@ -290,6 +413,20 @@ FAULTS = {
     "right drafts, blocks": planted.DRAFT_BUGS["unwritten draft"],
     "drafts, update": _still_pending,
     "drafts, abort": _late_choice,
+    "window, chunk": _early_window,
+    "window, prefix hit": _hit_without_window,
+    "window, wrong drafts": _window_of_drafts,
+    "window, fork": _forgotten_gap,
+    "window, swap": _closed_gap,
+    "window, fork, recompute": _hasty_leader,
+    "window, end": _kept_entry,
+    "window, recompute": _fewer_blocks,
+    "groups, copy": _copy_of_one_group,
+    "groups, swap": _exchanged_groups,
+    "groups, rows": _entries_of_one_group,
+    "groups, window, eviction": _lost_path,
+    "groups, prefix hit, eviction": _stale_group,
+    "groups, prefix hit": _remembered_once_more,
     "past outputs, update": _old_outputs,
     "past outputs, update, overlap": _outputs_across_an_update,
     "past outputs, salt": _outputs_of_all,

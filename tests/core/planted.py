@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_pool import GONE, BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
 from jpaged.core.memory import Memory, Rows
@@ -13,7 +13,7 @@ def _leak(patch):
     free = BlockTable.free
 
     def forgetful(table):
-        table.block_ids = table.block_ids[:-1]
+        table.block_ids[0][-1:] = [GONE] * len(table.block_ids[0][-1:])
         free(table)
 
     patch.setattr(BlockTable, "free", forgetful)
@@ -23,7 +23,7 @@ def _double_free(patch):
     free = BlockTable.free
 
     def twice(table):
-        shared = [block_id for block_id in table.block_ids if table.pool.ref_count(block_id) > 1]
+        shared = [block_id for block_id in table.held if table.pool.ref_count(block_id) > 1]
         free(table)
         for block_id in shared[:1]:
             table.pool.free(block_id)
@@ -98,7 +98,7 @@ def _unwritten_offer(patch):
     remember = Memory.remember
 
     def eager(memory, sequence, num_computed_tokens, *, ended=False):
-        room = len(sequence.table.block_ids) * memory.pool.block_size
+        room = len(sequence.table) * memory.pool.block_size
         remember(memory, sequence, min(num_computed_tokens + ended, room), ended=ended)
 
     patch.setattr(Memory, "remember", eager)

@@ -10,10 +10,10 @@ from tests.core.compositions import FAULTS
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 60
+SEEDS = 90
 PARTS = (
     "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
-    "wrong drafts", "past outputs", "update", "abort", "salt",
+    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups",
 )  # fmt: skip
 
 

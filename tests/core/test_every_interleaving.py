@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from jpaged.core.block_pool import GONE
 from jpaged.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from tests.core import traffic
 from tests.core.planted import BUGS
@@ -40,6 +41,7 @@ class Scenario(NamedTuple):
         depth: how many steps may be in flight.
         drafts: how many drafts a sequence may have in a step.
         method: where they come from, as in `traffic.make`.
+        windows: of the groups of layers.
     """
 
     blocks: int
@@ -53,14 +55,22 @@ class Scenario(NamedTuple):
     depth: int = 2
     drafts: int = 0
     method: str = "ngram"
+    windows: tuple[int | None, ...] = (None,)
 
 
 MODES = "recompute", "swap"
+WINDOWED = [
+    (8, 1, "swap", ("one", "fork"), (None, 2)),
+    (8, 1, "recompute", ("one", "fork"), (2, None)),
+    (6, 2, "recompute", ("beam", "told"), (3, 1)),
+    (12, 1, "swap", ("one", "fork"), (None, 1, 3)),
+]
 SMALL = [
     *(Scenario(4, 2, mode, ("one", "fork"), drafts=2) for mode in MODES),
     Scenario(4, 2, "swap", ("one", "fork"), drafts=2, method="draft_model"),
     *(Scenario(*shape) for shape in itertools.product((2, 3), (1, 2), ("swap",))),
     *(Scenario(*shape) for shape in ((2, 2, "recompute"), (3, 1, "recompute"), (4, 1, "recompute"))),
+    *(Scenario(*shape, windows=windows) for *shape, windows in WINDOWED),
     Scenario(3, 2, "auto", distinct=True),
     Scenario(3, 2, "swap", distinct=True, policy="priority"),
 ]
@@ -86,7 +96,7 @@ class World:
         self.scheduler, self.runner = traffic.make(
             scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
             host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode, policy=scenario.policy,
-            drafts=scenario.drafts, method=scenario.method,
+            drafts=scenario.drafts, method=scenario.method, windows=scenario.windows,
             block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
         )  # fmt: skip
         self.requests = []
@@ -135,7 +145,9 @@ class World:
             for sequence in request.live:
                 memory = runner.memory if sequence.table.pool is scheduler.pool else runner.host
                 text = digests(sequence.tokens[: sequence.num_computed_tokens])
-                assert [memory[slot(sequence.table, i)] for i in range(len(text))] == text, "it is not what was written"
+                for group, first in enumerate(sequence.table.first):
+                    for i in range(first * scheduler.pool.block_size, len(text)):
+                        assert memory[slot(sequence.table, i, group)] == (text[i], group), "it is not what was written"
         traffic.assert_cache_is_true(scheduler, runner)
         for request in self.requests:
             if request.finished:
@@ -160,7 +172,8 @@ class World:
             leader = sequence.leader and (request.sequences.index(sequence.leader[0]), sequence.leader[1])
             return (
                 tuple(sequence.tokens), sequence.num_computed_tokens, sequence.finish_reason, leader, kind, row,
-                tuple(name(kind, i) for i in sequence.table.block_ids), tuple(name("node", n) for n in sequence.nodes),
+                tuple(tuple(i if i == GONE else name(kind, i) for i in ids) for ids in sequence.table.block_ids),
+                tuple(name("node", n) for n in sequence.nodes),
                 sequence.in_flight, sequence.pending, sequence.epoch == pool.epoch,
                 sequence.drafter and sequence.drafter.rests_until,
             )  # fmt: skip
@@ -196,9 +209,9 @@ class World:
             block = block.next
         cache = []
         for kind, thing in list(names):
-            if kind == "block" and (block := pool._blocks[thing]).node is not None:
-                parent = block.parent if isinstance(block.parent, str) else name("node", block.parent)
-                cache.append((names[kind, thing], name("node", block.node), parent, block.tokens))
+            if kind == "block" and (node := pool._blocks[thing].node) is not None:
+                parent = node.parent if isinstance(node.parent, str) else name("node", node.parent)
+                cache.append((names[kind, thing], name("node", node.number), parent, node.tokens))
         return hash((requests, in_flight, rows, tuple(free), tuple(cache)))
 
 

@@ -80,10 +80,10 @@ def test_branches_are_steady_together_in_blocks_of_their_own():
 def test_only_new_entries_of_a_block_table_are_told():
     scheduler, runner = make(size=8, tokens=4)
     (sequence,) = add(scheduler, "a", 15, SamplingParams(max_tokens=4)).sequences
-    told = [[index for _, index, _ in step(scheduler, runner).plan.entries] for _ in range(6)]
+    told = [[index for _, _, index, _ in step(scheduler, runner).plan.entries] for _ in range(6)]
     # The admission tells none: the first chunk takes the first block, the third the second.
     assert told == [[0], [], [1], [], [], [2]]
-    assert len(sequence.table.block_ids) == 3
+    assert len(sequence.table) == 3
 
 
 def test_nobody_is_preempted_and_nothing_is_admitted_while_a_plan_is_in_flight():

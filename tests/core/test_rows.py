@@ -32,7 +32,7 @@ def test_an_admitted_sequence_is_told_with_all_of_its_state():
     (told,) = rows.differences()["admitted"]
     assert told.row == sequence.row and rows[told.row] is sequence and len(rows.free) == 3
     assert told.token_ids == (7, 8, 9) and told.num_prompt_tokens == 3
-    assert told.block_ids == tuple(sequence.table.block_ids) and len(told.block_ids) == 2
+    assert told.block_ids == (tuple(sequence.table.block_ids[0]),) and len(sequence.table) == 2
     assert (told.seed, told.num_top, told.num_scored, told.banned) == (0, 2, 0, (3, 5))
     assert rows.differences()["admitted"] == ()
 
@@ -43,7 +43,7 @@ def test_only_the_entries_that_change_are_told():
     rows.admit(sequence)
     rows.differences()
     rows.change(sequence, 1, 2)
-    assert rows.differences()["entries"] == (Entry(sequence.row, 1, sequence.table.block_ids[1]),)
+    assert rows.differences()["entries"] == (Entry(sequence.row, 0, 1, sequence.table.block_ids[0][1]),)
 
 
 @pytest.mark.parametrize("change", ["admitted", "row_copies", "chosen", "entries"])
@@ -70,7 +70,7 @@ def test_nothing_is_told_of_a_row_that_is_released_before_the_plan(change):
     expected = {
         "admitted": (stays.row,) if change == "admitted" else (), "row_copies": (),
         "chosen": (Chosen(stays.row, 9, 0),) if change == "chosen" else (),
-        "entries": (Entry(stays.row, 0, stays.table.block_ids[0]),) if change == "entries" else (),
+        "entries": (Entry(stays.row, 0, 0, stays.table.block_ids[0][0]),) if change == "entries" else (),
     }  # fmt: skip
     assert {name: told[name] for name in expected} | {"admitted": tuple(a.row for a in told["admitted"])} == expected
 

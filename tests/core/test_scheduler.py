@@ -140,7 +140,7 @@ def test_beams_that_are_dropped_leave_their_full_blocks_alone():
     scheduler.add("0", [1] * 6, BeamSearchParams(beam_width=3, max_tokens=7), seed=0)
     drain(scheduler, runner)
     cached = [block for block in scheduler.pool._blocks if block.node is not None]
-    assert cached and all(len(block.tokens) == 4 for block in cached)
+    assert cached and all(len(block.node.tokens) == 4 for block in cached)
 
 
 def test_without_a_cache_everything_is_computed():
@@ -535,7 +535,7 @@ def test_after_a_failed_step_everything_is_computed_again(late):
     scheduler, runner = make(blocks=14, size=2, seqs=5, host=12, preemption="swap")
     requests = [add(scheduler, "old", [1] * 5, max_tokens=12), add(scheduler, "two", [2, 2], n=2, max_tokens=9)]
     requests += [add(scheduler, f"young {i}", [3 + i] * 3, max_tokens=9, presence_penalty=1) for i in range(3)]
-    while not any(s.table.block_ids for request in scheduler.waiting for s in request.live):
+    while not any(len(s.table) for request in scheduler.waiting for s in request.live):
         step(scheduler, runner)
     scheduler.finish(requests[1].sequences[0], FinishReason.STOP)
     lengths = [[s.num_tokens for s in request.sequences] for request in requests]
@@ -802,7 +802,7 @@ def test_a_block_that_was_partly_filled_at_a_reset_is_never_remembered():
 def test_blocks_that_were_on_the_host_at_a_reset_are_never_remembered():
     scheduler, runner = make(blocks=6, size=2, host=6, preemption="swap")
     _, young = (add(scheduler, i, [1 + i] * 4, max_tokens=6) for i in range(2))
-    while young not in scheduler.waiting or not young.sequences[0].table.block_ids:
+    while young not in scheduler.waiting or not len(young.sequences[0].table):
         step(scheduler, runner)
     scheduler.pool.reset_prefix_cache()
     drain(scheduler, runner)
@@ -853,7 +853,7 @@ def test_the_fake_runner_notices_a_wrong_block():
     request = add(scheduler, 0, [1, 2, 3, 4, 5], max_tokens=4)
     step(scheduler, runner)
     (sequence,) = request.sequences
-    sequence.table.block_ids[0] = scheduler.pool.allocate()
+    sequence.table.block_ids[0][0] = scheduler.pool.allocate()
     scheduler.rows.change(sequence, 0, 1)
     with pytest.raises(AssertionError, match="did not write"):
         runner.step(scheduler.schedule())

@@ -41,15 +41,16 @@ class Traffic(stateful.RuleBasedStateMachine):
         drafts=st.sampled_from([0, 1, 3]),
         method=st.sampled_from(["ngram", "draft_model"]),
         exact=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (5,), (None, 2, 7), (4, 1)]),
     )
     def start(
         self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts,
-        method, exact,
+        method, exact, windows,
     ):  # fmt: skip
         self.scheduler, self.runner = traffic.make(
-            blocks, size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS, policy=policy,
-            preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside), headroom=headroom,
-            step_overhead=overhead, drafts=drafts, method=method, exact=exact,
+            blocks * len(windows), size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS,
+            policy=policy, preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside),
+            headroom=headroom, step_overhead=overhead, drafts=drafts, method=method, exact=exact, windows=windows,
         )  # fmt: skip
         self.tenants, self.method = tenants, method
         self.requests = []
@@ -122,7 +123,7 @@ class Traffic(stateful.RuleBasedStateMachine):
     def evict(self, count):
         """Somebody else takes blocks for a moment."""
         pool = self.scheduler.pool
-        for block_id in [pool.allocate() for _ in range(min(count, pool.num_free))]:
+        for block_id in [pool.allocate(group=i % len(pool.windows)) for i in range(min(count, pool.num_free))]:
             pool.free(block_id)
 
     @stateful.invariant()

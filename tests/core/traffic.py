@@ -109,14 +109,15 @@ class CheckedScheduler(Scheduler):
 
 def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
-    method="ngram", **options,
+    method="ngram", windows=(None,), **options,
 ):  # fmt: skip
     """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
 
     Those of a draft model are those of `of_model`.
     """
-    pool = BlockPool(blocks, size, enable_prefix_caching=cache)
-    host_pool = BlockPool(host, size, enable_prefix_caching=False) if host else None
+    groups = {"windows": windows, "reach": 2 * tokens}
+    pool = BlockPool(blocks, size, enable_prefix_caching=cache, **groups)
+    host_pool = BlockPool(host, size, enable_prefix_caching=False, **groups) if host else None
     model = {"model": "any"} if method == "draft_model" else {}
     speculative_config = {"method": method, "num_speculative_tokens": drafts, **model} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
@@ -213,12 +214,15 @@ def assert_cache_is_true(scheduler: Scheduler, runner: FakeRunner) -> None:
     pool, size = scheduler.pool, scheduler.pool.block_size
     remembered = [(parent, parent, []) for parent in pool._children if isinstance(parent, str)]
     for salt, parent, text in remembered:
-        for block in pool._children.get(parent, ()):
-            longer, count = [*text, *block.tokens], len(block.tokens)
-            slots = slice(block.block_id * size, block.block_id * size + count)
-            assert runner.memory[slots] == digests(longer, salt)[-count:], "the cache offers something else"
-            assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
-            remembered.append((salt, block.node, longer))
+        for node in pool._children.get(parent, ()):
+            longer, count = [*text, *node.tokens], len(node.tokens)
+            for group, block in enumerate(node.blocks):
+                if block is not None:
+                    slots = slice(block.block_id * size, block.block_id * size + count)
+                    written = [(digest, group) for digest in digests(longer, salt)[-count:]]
+                    assert runner.memory[slots] == written, "the cache offers something else"
+                    assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
+            remembered.append((salt, node.number, longer))
 
 
 def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):

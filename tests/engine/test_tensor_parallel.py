@@ -210,7 +210,7 @@ def step_on(devices, config: ModelConfig, bucket: Bucket, *, kernels: str, dtype
     params, treedef = jax.tree.flatten([nnx.from_flat_state(placed)])
     layout = Layout(bucket, width)
     step = Step(graphdef, treedef, cache, {bucket: layout}, placement)
-    pool = [jax.ShapeDtypeStruct(cache.shape(blocks), dtype, sharding=placement.pool)] * (2 * cache.num_layers)
+    pool = [jax.ShapeDtypeStruct(cache.shape(blocks), dtype, sharding=placement.pool)] * (2 * cache.groups.size)
     whole = functools.partial(jax.ShapeDtypeStruct, sharding=placement.whole)
     rows = bucket.num_seqs + 3
     last = whole((rows,), jnp.int32)

@@ -43,3 +43,9 @@ SMALL = {"seqs": 8, "tokens": 128}  # few shapes, among them one for decode step
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Subject:
     return subject_of(Case("llama"), tmp_path_factory.mktemp("llama"), **SMALL)
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory) -> Subject:
+    """A model with windows, whose layers form two groups."""
+    return subject_of(Case("gemma3"), tmp_path_factory.mktemp("gemma3"), **SMALL)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -59,10 +60,15 @@ def run(
         LENGTH, schedule.seqs, schedule.tokens, BLOCK, speculative_config=schedule.speculative_config,
         exact=schedule.exact,
     )  # fmt: skip
-    host = BlockPool(BLOCKS, BLOCK, enable_prefix_caching=False) if schedule.preemption == "swap" else None
+    make = partial(
+        BlockPool, block_size=BLOCK, windows=runner.blocks.cache.groups.windows, reach=limits.max_tokens_in_flight
+    )
+    host = make(BLOCKS, enable_prefix_caching=False) if schedule.preemption == "swap" else None
+    num_blocks = min(BLOCKS, schedule.blocks * len(runner.blocks.cache.groups.windows))
+    pool = make(num_blocks, enable_prefix_caching=schedule.caches)
     scheduler = Scheduler(
-        BlockPool(schedule.blocks, BLOCK, enable_prefix_caching=schedule.caches), limits, vocab_size=runner.vocab_size,
-        eos_token_ids=runner.config.eos_token_ids, preemption=schedule.preemption, host_pool=host,
+        pool, limits, vocab_size=runner.vocab_size, eos_token_ids=runner.config.eos_token_ids,
+        preemption=schedule.preemption, host_pool=host,
     )  # fmt: skip
     draft_model = None
     if drafting is not None:

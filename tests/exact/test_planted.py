@@ -78,7 +78,7 @@ def test_a_context_that_lacks_the_chunk_before_is_found(llama, monkeypatch):
     def lose(made, plan):
         for i, (_, start, count, _) in enumerate(plan.rows):
             if start >= 8 and count > 1:
-                made.batch.block_tables[i, 0] = made.batch.block_tables[i, 1]
+                made.batch.block_tables[0][i, 0] = made.batch.block_tables[0][i, 1]
 
     changing_batches(monkeypatch, lose)
     assert llama.differing(CHUNKS)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jpaged.config import DRAFTING_SEQS
+from jpaged.core.memory import Memory
 from jpaged.runtime import step
 from pallas_kernels import ROW_ORDER
 from tests.exact.asked import KINDS, Asked
@@ -94,6 +95,20 @@ def test_requests_are_of_every_kind_and_end_for_several_reasons(llama):
 
 def test_a_schedule_changes_no_bit(llama):
     check(llama, **SMALL)
+
+
+def test_a_schedule_changes_no_bit_of_a_model_with_windows(gemma3, monkeypatch):
+    left, leave = [], Memory.leave
+
+    def count(memory, sequence, position):
+        before = len(sequence.table.held)
+        leave(memory, sequence, position)
+        left.append(before - len(sequence.table.held))
+
+    monkeypatch.setattr(Memory, "leave", count)
+    check(gemma3, **SMALL)
+    assert sum(left) > 100, "windows have passed blocks"
+    check_drafts(gemma3, PROPOSERS[0], **SMALL, every=False)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS, ids=str)

@@ -184,7 +184,7 @@ RAGGED = {
     "padding only": dict(contexts=[0, 0], q_lens=[0, 0], padding_rows=5, num_kv_heads=1, return_lse=True),
     "fp8, lse": dict(contexts=[0, 1, 120], q_lens=[0, 1, 40], group=2, fp8=True, return_lse=True),
     "window, capped": dict(
-        contexts=[400, 9], q_lens=[120, 9], padding_rows=1, num_kv_heads=1, group=4, window=140, soft_cap=2.0,
+        contexts=[400, 9], q_lens=[120, 9], padding_rows=1, num_kv_heads=1, group=4, window=130, soft_cap=2.0,
         return_lse=True,
     ),
     "head dim 80": dict(contexts=[70, 5], q_lens=[3, 5], head_dim=80, pool_head_dim=128),
@@ -302,7 +302,11 @@ def make_batch(
         tables[s, : len(blocks)] = blocks
         k, v = _rounded(rng.standard_normal((2, n, num_kv_heads, head_dim)), pool_dtype)
         padded_k, padded_v = (np.pad(x, ((0, 0), (0, 0), (0, shape[3] - head_dim))) for x in (k, v))
-        for t in range(n):
+        first_query = n - (1 if q_lens is None else q_lens[s])
+        first = (
+            max(0, first_query - (options.get("window") or n) + 1) // block_size
+        )  # blocks before it may be anybody's
+        for t in range(first * block_size, n):
             k_pool[blocks[t // block_size], :, t % block_size] = padded_k[t]
             v_pool[blocks[t // block_size], :, t % block_size] = padded_v[t]
         dense.append((k * scales[0][:, None], v * scales[1][:, None]))

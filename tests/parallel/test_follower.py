@@ -6,11 +6,13 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jpaged.config import Limits
+from jpaged.core.groups import Groups
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Done, Scheduled, StepPlan, StepResult
 from jpaged.parallel.channel import Channel
@@ -33,6 +35,7 @@ class FakeRunner:
 
     class blocks:
         pool, num_blocks, num_host_blocks = (), SIZES.num_blocks, SIZES.num_host_blocks
+        cache = SimpleNamespace(groups=Groups(1, (None,), ((0, 0),)))
 
     class rows:
         state = ()
@@ -51,7 +54,7 @@ class FakeRunner:
 
 
 def plan(token: int, *, masked: bool = False) -> StepPlan:
-    admitted = Admitted(0, (token,), 1, SamplingParams(), 0, (0,))
+    admitted = Admitted(0, (token,), 1, SamplingParams(), 0, ((0,),))
     masks = ((0, frozenset([3])),) if masked else ()
     return StepPlan(rows=(Scheduled(0, 0, 1, 1),), admitted=(admitted,), masked=masks)
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.config import Limits
+from jpaged.core.block_pool import GONE
 from jpaged.core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.plan import Admitted, Chosen, Entry, Scheduled, StepPlan
 from jpaged.parallel.frame import (
@@ -75,7 +76,7 @@ def admitted(draw):
     tokens = draw(st.lists(TOKEN, min_size=1, max_size=40).map(tuple))
     return Admitted(
         draw(ROW), tokens, draw(st.integers(1, len(tokens))), draw(PARAMS), draw(SEED),
-        draw(st.lists(BLOCK, max_size=5).map(tuple)), draw(st.none() | st.integers(0, 128)),
+        (draw(st.lists(BLOCK | st.just(GONE), max_size=5).map(tuple)),), draw(st.none() | st.integers(0, 128)),
         draw(st.none() | st.integers(0, 40)), draw(st.lists(TOKEN, max_size=5).map(tuple)),
     )  # fmt: skip
 
@@ -85,7 +86,7 @@ PLANS = st.builds(
     block_copies=series(BLOCK, BLOCK), swap_in=series(HOST, BLOCK),
     released_rows=st.lists(ROW, max_size=6).map(tuple), row_copies=series(ROW, ROW),
     admitted=st.lists(admitted(), max_size=3).map(tuple), chosen=series(ROW, TOKEN, SEED, kind=Chosen),
-    entries=series(ROW, st.integers(0, 4), BLOCK, kind=Entry, most=30),
+    entries=series(ROW, st.just(0), st.integers(0, 4), BLOCK, kind=Entry, most=30),
     masked=series(ROW, st.frozensets(TOKEN, max_size=5)),
 )  # fmt: skip
 
@@ -217,7 +218,7 @@ def test_a_wrong_header_is_refused(data, words):
     assert str(refused.value) == words
 
 
-ADMITTED = Admitted(1, (3, 4), 1, SamplingParams(), 7, (2,))
+ADMITTED = Admitted(1, (3, 4), 1, SamplingParams(), 7, ((2,),))
 
 
 @pytest.mark.parametrize(
@@ -233,14 +234,14 @@ ADMITTED = Admitted(1, (3, 4), 1, SamplingParams(), 7, (2,))
         (StepPlan(swap_out=(((20, 0),),)), "swap_out: must be between 0 and 19, not 20"),
         (StepPlan(swap_in=((0, 0),) * 10), "swap_in: must have at most 9 entries, not 10"),
         (StepPlan(released_rows=tuple(range(7))), "released_rows: must have at most 6 entries, not 7"),
-        (StepPlan(entries=(Entry(0, 5, 0),)), "entries: must be between 0 and 4, not 5"),
+        (StepPlan(entries=(Entry(0, 0, 5, 0),)), "entries: must be between 0 and 4, not 5"),
         (StepPlan(chosen=(Chosen(0, 50, 0),)), "chosen: must be between 0 and 49, not 50"),
         (StepPlan(masked=((0, frozenset([50])),)), "masked: must be between 0 and 49, not 50"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, token_ids=(50,)),)), "admitted.token_ids: must be"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, num_scored=-1),)), "admitted.num_scored: must be between 0"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, token_ids=()),)), "admitted.num_prompt_tokens: must be"),
         (StepPlan(admitted=(dataclasses.replace(ADMITTED, num_top=129),)), "admitted.num_top: must be"),
-        (StepPlan(admitted=(dataclasses.replace(ADMITTED, block_ids=(0,) * 6),)), "admitted.block_ids: must have"),
+        (StepPlan(admitted=(dataclasses.replace(ADMITTED, block_ids=((0,) * 6,)),)), "admitted.block_ids: must have"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_the_runner_is_refused(plan, words):

@@ -153,11 +153,11 @@ def test_a_mixed_batch():
     row_a, row_b, row_c = (scheduled.row for scheduled in lab.plan.rows)
     assert batch.tokens.tolist() == [-1 - row_a, -1 - row_b, *range(10, 19)] + [0] * 13
     assert batch.positions.tolist() == [5, 1, *range(9)] + [0] * 13
-    assert batch.slot_mapping.tolist() == [slot(a, 5), slot(b, 1), *(slot(c, i) for i in range(9))] + [-1] * 13
+    assert batch.slot_mapping[0].tolist() == [slot(a, 5), slot(b, 1), *(slot(c, i) for i in range(9))] + [-1] * 13
     assert batch.context_lens.tolist() == [6, 2, 9, 0]
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 11, 11]
-    assert [batch.block_tables[i, : len(t.block_ids)].tolist() for i, t in enumerate((a, b, c))] == [
-        t.block_ids for t in (a, b, c)
+    assert [batch.block_tables[0][i, : len(t.block_ids[0])].tolist() for i, t in enumerate((a, b, c))] == [
+        t.block_ids[0] for t in (a, b, c)
     ]
     sampling, samples = lab.sampling, lab.samples
     assert batch.sampled_from.tolist() == [0, 1, 10, 0] and samples["rows"].tolist() == [row_a, row_b, row_c, -1]
@@ -404,7 +404,7 @@ class Lists(NamedTuple):
     rows: tuple[np.ndarray, ...]
 
 
-def lists_of_two_windows(batch, decode):
+def lists_of_two_windows(batch, decode, table_width):
     return tuple(Lists(batch.context_lens + i, (batch.decodes,)) for i in range(2))
 
 
@@ -413,8 +413,39 @@ def test_lists_of_work_are_those_of_the_lengths():
     layouts = {bucket: Layout(bucket, 8, lists_of_two_windows) for bucket in buckets.all}
     rows = RowTable(4, 8, 4)
     params = SamplingParams(temperature=0)
-    rows.apply(StepPlan(admitted=(Admitted(0, (5, 6, 7), 3, params, 0, (1,)), Admitted(1, (8, 9), 1, params, 0, (2,)))))
+    rows.apply(
+        StepPlan(admitted=(Admitted(0, (5, 6, 7), 3, params, 0, ((1,),)), Admitted(1, (8, 9), 1, params, 0, ((2,),))))
+    )
     made = make_batch(StepPlan((Scheduled(0, 0, 3, 1), Scheduled(1, 1, 1, 1))), rows, buckets, layouts)
     for i, lists in enumerate(layouts[made.bucket].unpack(made.buffer).work):
         assert isinstance(lists, Lists) and lists.lens_s[:2].tolist() == [3 + i, 2 + i]
         assert lists.rows[0][:2].tolist() == [0, 1] and not (lists.lens_s[2:] - i).any()
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_tables_of_a_window_are_sent_as_far_as_its_queries_see(decode):
+    bucket, width, size, windows = Bucket(4, 4, decode), 64, 4, (None, 9, 2)
+    layout = Layout(bucket, width, windows=windows, block_size=size)
+    rows = RowTable(4, width, size, len(windows))
+    ids = np.random.default_rng(0).integers(1, 1000, (3, 4, width))
+    starts, counts = (0, 7, 130, 251), (1, 1, 1, 1) if decode else (4, 0, 0, 0)
+    used = [(row, start, count) for row, (start, count) in enumerate(zip(starts, counts)) if count]
+    rows.apply(StepPlan(admitted=tuple(
+        Admitted(row, tuple(range(start + count)), start, SamplingParams(temperature=0), 0,
+                 tuple(tuple(table[row, : -(-(start + count) // size)].tolist()) for table in ids))
+        for row, start, count in used
+    )))  # fmt: skip
+    plan = StepPlan(tuple(Scheduled(row, start, count, 1) for row, start, count in used))
+    buckets = Buckets(Limits(width * size, 4, 4, size))
+    buckets.keep([bucket, Bucket(4, 4, False)])
+    made = make_batch(plan, rows, buckets, {bucket: layout})
+    sent = [table.shape[1] for table in made.batch.block_tables]
+    assert sent[0] == width and max(sent[1:]) < 8 and made.buffer.size < 2 * Layout(bucket, width).size
+    whole = jax.jit(lambda buffer: layout.whole_tables(layout.unpack(buffer)))(made.buffer)
+    for group, window in enumerate(windows):
+        table = np.asarray(whole.block_tables[group])
+        assert table.shape == (4, width)
+        for row, start, count in used:
+            first = 0 if window is None else max(0, start - max(window, size + 1) + 1) // size
+            seen = slice(first, -(-(start + count) // size))
+            assert table[row, seen].tolist() == ids[group, row, seen].tolist()

@@ -25,7 +25,7 @@ def make(num_rows: int = R, copy_sizes: tuple[int, ...] = (2, 4)) -> DeviceRows:
 
 def admitted(row: int, params: SamplingParams = STATEFUL, **fields) -> Admitted:
     """Return a sequence of two tokens of prompt and four of output."""
-    return Admitted(row, (5, 6, 7, 7, 9, 8), 2, params, 0, (), **fields)
+    return Admitted(row, (5, 6, 7, 7, 9, 8), 2, params, 0, ((),), **fields)
 
 
 def arrays(rows: DeviceRows) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from jpaged.core.groups import Groups
 from jpaged.models.base import AttentionSpec
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.kv_cache import KVCache
@@ -51,9 +52,9 @@ def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_b
     kernels = types.SimpleNamespace(
         write_kv=write_kv, paged_decode_attention=attend("decode"), ragged_paged_attention=attend("ragged")
     )
-    cache = KVCache(2, 3, 8, 64, dtype, kernels, windows=(5, 7))
+    cache = KVCache(Groups(2, (None,), ((0, 0), (0, 1))), 3, 8, 64, dtype, kernels, windows=(5, 7))
     batch = types.SimpleNamespace(
-        slot_mapping="slots", block_tables="tables", context_lens="lens", cu_q_lens="starts", decodes="decodes",
+        slot_mapping=("slots",), block_tables=("tables",), context_lens="lens", cu_q_lens="starts", decodes="decodes",
         work=("lists of 5", "lists of 7"),
     )  # fmt: skip
     pool, angles = ["k0", "v0", "k1", "v1"], ("cos", "sin") if rotated else (None, None)

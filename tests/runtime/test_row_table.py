@@ -1,5 +1,6 @@
 """The host's copy of rows, and batches made of it by hand."""
 
+import jax
 import numpy as np
 
 from jpaged.config import Limits
@@ -23,7 +24,7 @@ def table(*admitted: Admitted) -> RowTable:
 
 
 def admission(row: int, params=DRAWN, *, tokens=(7, 8, 9), seed=0, **options) -> Admitted:
-    return Admitted(row, tokens, len(tokens), params, seed, (3, 5), **options)
+    return Admitted(row, tokens, len(tokens), params, seed, ((3, 5),), **options)
 
 
 def tokens_at(rows: RowTable, *places: tuple[int, int]) -> list[int]:
@@ -56,10 +57,10 @@ def test_the_token_after_the_known_ones_is_the_rows_last_sample():
 
 def test_a_copied_row_has_the_tokens_of_its_source_and_samples_of_its_own():
     rows = table(admission(1, num_top=2))
-    rows.apply(StepPlan(row_copies=((1, 3),), entries=(Entry(3, 1, 6),)))
+    rows.apply(StepPlan(row_copies=((1, 3),), entries=(Entry(3, 0, 1, 6),)))
     assert tokens_at(rows, (3, 0), (3, 2), (3, 3)) == [7, 9, -4]
-    assert rows.block_tables[[1, 3], :2].tolist() == [[3, 5], [3, 6]] and rows.num_top[3] == 2
-    assert rows.slots(np.array([3, 3]), np.array([1, 6])).tolist() == [13, 26]
+    assert rows.block_tables[0, [1, 3], :2].tolist() == [[3, 5], [3, 6]] and rows.num_top[3] == 2
+    assert [slots.tolist() for slots in rows.slots(np.array([3, 3]), np.array([1, 6]))] == [[13, 26]]
 
 
 def test_lists_are_as_long_as_was_asked_for():
@@ -108,7 +109,7 @@ def test_branches_add_to_the_seeds_of_their_own_row():
 def test_a_batch_lies_in_its_buffer_and_has_no_masks_unless_the_plan_has():
     rows = table(admission(0), admission(1))
     made = make_batch(StepPlan((Scheduled(0, 0, 3, 1), Scheduled(1, 0, 3, 1))), rows, BUCKETS, LAYOUTS)
-    assert all(np.shares_memory(array, made.buffer) for array in made.batch[:-1])
+    assert all(np.shares_memory(array, made.buffer) for array in jax.tree.leaves(made.batch))
     assert made.batch.work == () and made.settings is Settings.DRAWN
     assert made.mask_of.tolist() == [-1, -1]
 

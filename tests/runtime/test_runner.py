@@ -414,12 +414,12 @@ def test_a_plan_without_rows_has_an_empty_result(runner):
 def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
     """The target may be token 0."""
     wanted = SamplingParams(prompt_logprobs=1)
-    admitted = Admitted(0, (5, 0), 2, wanted, 0, (1,), num_scored=0)
+    admitted = Admitted(0, (5, 0), 2, wanted, 0, ((1,),), num_scored=0)
     found = runner.dispatch(StepPlan((Scheduled(0, 0, 2, 1),), admitted=(admitted,))).result()
     (scored,) = found.prompt[0]
     assert found.prompt.keys() == {0} and scored.token == 0 and scored.logprob < 0 and len(scored.top_tokens) == 1
     monkeypatch.setattr(runner.step, "score", None)
-    plain = Admitted(1, (5, 0), 2, SamplingParams(), 0, (2,))
+    plain = Admitted(1, (5, 0), 2, SamplingParams(), 0, ((2,),))
     found = runner.dispatch(StepPlan((Scheduled(1, 0, 2, 1),), admitted=(plain,))).result()
     assert len(found.samples) == 1 and found.prompt == {}
     assert runner.dispatch(StepPlan((Scheduled(0, 2, 1, 1), Scheduled(1, 2, 1, 1)))).result().prompt == {}
@@ -444,7 +444,7 @@ def test_deleted_parameters_are_named():
         dummy_model(LLAMA, "float32", seed=1), EngineConfig(num_gpu_blocks_override=4), Limits(16, 2, 8, 8)
     )
     runner.params[3].delete()
-    admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, (1,))
+    admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, ((1,),))
     with pytest.raises(ParamsDeleted, match=r"^params: .* were deleted, .* without donation$"):
         runner.dispatch(StepPlan((Scheduled(0, 0, 2, 1),), admitted=(admitted,)))
 

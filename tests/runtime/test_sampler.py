@@ -107,7 +107,7 @@ def pack(rows: list[Row], vocab_size: int = V) -> tuple[SamplingState, Sampling]
             sampling.stateful[i], sampling.rows[i] = True, s - i
             counted = row.output[:-1] if row.pending else row.output
             params = SamplingParams(logit_bias=row.bias, logprob_token_ids=row.listed or None)
-            admitted = Admitted(0, (*row.prompt, *counted, 0), len(row.prompt), params, 0, (), banned=row.banned)
+            admitted = Admitted(0, (*row.prompt, *counted, 0), len(row.prompt), params, 0, ((),), banned=row.banned)
             values = host_row(admitted, vocab_size)
             for array, value in zip(state, values, strict=True):
                 array[s - i] = value

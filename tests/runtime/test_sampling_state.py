@@ -97,7 +97,7 @@ def test_the_row_of_a_sequence():
     params = SamplingParams(
         logit_bias={0: 1.5, 4: -100, 5: 3, 6: 2}, allowed_token_ids=(0, 4, 6, 7), logprob_token_ids=(7, 2)
     )
-    admitted = Admitted(0, (1, 1, 3, 2, 7, 2, 5), 3, params, 0, (), banned=(6,))
+    admitted = Admitted(0, (1, 1, 3, 2, 7, 2, 5), 3, params, 0, ((),), banned=(6,))
     counts, in_prompt, bias, listed = host_row(admitted, 8)
     inf = np.inf
     assert (counts.dtype, in_prompt.dtype, bias.dtype) == (np.int32, np.bool, np.float32)
@@ -108,7 +108,7 @@ def test_the_row_of_a_sequence():
 
 
 def test_the_row_of_a_sequence_that_asks_for_nothing():
-    admitted = Admitted(0, (), 0, SamplingParams(), 0, ())
+    admitted = Admitted(0, (), 0, SamplingParams(), 0, ((),))
     counts, in_prompt, bias, listed = host_row(admitted, 4)
     assert counts.shape == in_prompt.shape == bias.shape == (4,) and listed.tolist() == [-1] * 4
     assert len(host_row(admitted, 1000)[-1]) == 128

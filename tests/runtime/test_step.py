@@ -109,13 +109,13 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     assert [float(array.mean()) for array in pool] == [0, 1, 2, 3, 4, 5], "the list of the caller is not changed"
     assert [write[:2] for write in ops.writes] == [(0, 1), (2, 3), (4, 5)]
     for _, _, k_shape, v_shape, slots, cos_t, sin_t in ops.writes:
-        assert k_shape == v_shape == (8, 1, LLAMA.head_dim) and slots is batch.slot_mapping
+        assert k_shape == v_shape == (8, 1, LLAMA.head_dim) and slots is batch.slot_mapping[0]
         # At position 0.
         np.testing.assert_array_equal(cos_t, jnp.ones((8, LLAMA.head_dim // 2)))
         np.testing.assert_array_equal(sin_t, jnp.zeros((8, LLAMA.head_dim // 2)))
     assert [call[1:3] for call in ops.attended] == [(10, 21), (12, 23), (14, 25)]
     for name, _, _, layout, options in ops.attended:
-        expected = [batch.block_tables, batch.context_lens] + ([] if decode else [batch.cu_q_lens])
+        expected = [batch.block_tables[0], batch.context_lens] + ([] if decode else [batch.cu_q_lens])
         assert name == ("decode" if decode else "ragged")
         assert list(map(id, layout)) == list(map(id, expected))
         assert options.pop("scale") == 0.25  # one over the root of the head dim

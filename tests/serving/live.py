@@ -48,7 +48,7 @@ def expected(engine, recorder):
     pool, owners = scheduler.pool, [0] * scheduler.pool.num_blocks
     for block_id in range(pool.num_blocks):
         for request in scheduler.running:
-            if any(block_id in sequence.table.block_ids for sequence in request.live):
+            if any(block_id in sequence.table.held for sequence in request.live):
                 owners[block_id] = recorder.number(request)
                 break
     states = [min(pool.ref_count(i), 127) + 128 * pool.is_cached(i) for i in range(pool.num_blocks)]

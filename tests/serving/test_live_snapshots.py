@@ -41,7 +41,7 @@ def test_snapshot_keeps_the_owner_of_blocks_that_a_step_in_flight_writes():
     engine.abort("0")
     recorder.ended(request)
     blocks = snapshot(engine.scheduler, recorder).blocks[: scheduler.pool.num_blocks]
-    assert [i for i, number in enumerate(blocks) if number == 1] == request.sequences[0].table.block_ids != []
+    assert [i for i, number in enumerate(blocks) if number == 1] == request.sequences[0].table.held != []
     step(engine, recorder)
     assert not any(snapshot(engine.scheduler, recorder).blocks)
 
@@ -64,7 +64,7 @@ def test_snapshot_equals_the_pool_block_by_block(seed):
         seen = snapshot(engine.scheduler, recorder)
         assert seen.blocks == expected(engine, recorder)
         assert seen.facts["used"] == scheduler.pool.num_used
-        assert seen.facts["held"] == sum(len(s.table.block_ids) for r in scheduler.running for s in r.live)
+        assert seen.facts["held"] == sum(len(s.table.held) for r in scheduler.running for s in r.live)
         assert [r["number"] for r in seen.facts["requests"]] == [recorder.number(r) for r in scheduler.running]
         assert [r["number"] for r in seen.facts["queue"]] == [recorder.number(r) for r in scheduler.waiting]
         shared += seen.facts["held"] > seen.facts["used"]

@@ -85,7 +85,7 @@ async def test_disconnected_clients_leave_no_block_in_use(client):
     def check(engine):
         engine.scheduler.check_invariants()
         sequences = [s for r in engine.scheduler.running for s in r.sequences] + [*engine.scheduler.memory.leaving]
-        held = {block for s in sequences for block in s.table.block_ids}
+        held = {block for s in sequences for block in s.table.held}
         return len(engine.scheduler.running), len(engine.scheduler.waiting), engine.scheduler.pool.num_used, len(held)
 
     url = str(client.server.make_url("/"))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from jpaged.core.block_pool import GONE
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commands import UpdateParams
 from jpaged.core.params import MAX_TOP, BeamSearchParams
@@ -20,10 +21,11 @@ from jpaged.core.scheduler import Scheduler
 VOCAB = 50
 
 
-def slot(table: BlockTable, position: int) -> int:
+def slot(table: BlockTable, position: int, group: int = 0) -> int:
     """The flat slot of the token at a position of a sequence."""
     index, offset = divmod(position, table.pool.block_size)
-    return table.block_ids[index] * table.pool.block_size + offset
+    assert table.block_ids[group][index] != GONE, f"position {position} is gone from group {group}"
+    return table.block_ids[group][index] * table.pool.block_size + offset
 
 
 def extend(digest: int, token: int) -> int:
@@ -83,7 +85,7 @@ class Row:
 
     def __init__(self, admitted: Admitted, salt: str):
         self.params, self.seed, self.num_prompt = admitted.params, admitted.seed, admitted.num_prompt_tokens
-        self.tokens, self.table, self.salt = list(admitted.token_ids), list(admitted.block_ids), salt
+        self.tokens, self.tables, self.salt = list(admitted.token_ids), [*map(list, admitted.block_ids)], salt
         self.num_scored = admitted.num_scored
         # The last token of output is counted by the step that takes it in.
         has_output = len(self.tokens) > self.num_prompt
@@ -104,7 +106,7 @@ class Row:
 
     def copy(self) -> "Row":
         other = copy.copy(self)
-        other.tokens, other.table = list(self.tokens), list(self.table)
+        other.tokens, other.tables = list(self.tokens), [*map(list, self.tables)]
         other.counted = None if self.counted is None else list(self.counted)
         return other
 
@@ -122,8 +124,8 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, scheduler: Scheduler):
         self.block_size = block_size
         self.scheduler = scheduler
-        self.memory: list[int | None] = [None] * (num_blocks * block_size)
-        self.host: list[int | None] = [None] * (num_host_blocks * block_size)
+        self.memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self.host: list[tuple[int, int] | None] = [None] * (num_host_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.in_flight: deque[tuple[StepPlan, dict[int, int]]] = deque()  # with {block: the row that writes it}
         self.num_steps = self.num_copies = 0
@@ -167,14 +169,14 @@ class FakeRunner:
                 drafted.setdefault(row, []).append(drafts[index])
             known = self.rows[row].tokens + drafted.get(row, [])
             texts[row] = digests(known, self.rows[row].salt)
-            for position in range(start, start + count):
-                slot = self._slot(row, position)
+            for position, group in itertools.product(range(start, start + count), range(self.num_groups)):
+                slot = self._slot(row, position, group)
                 pool, block = self.scheduler.pool, slot // self.block_size
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 assert pool.ref_count(block) == 1, f"slot {slot} is in a shared block"
                 assert not pool.is_cached(block), f"slot {slot} is in a cached block"
                 written[slot] = row
-                self.memory[slot], self.versions[slot] = texts[row][position], self.version
+                self.memory[slot], self.versions[slot] = (texts[row][position], group), self.version
                 self.of_output[slot] = position >= self.rows[row].num_prompt
         forbidden: dict[int, list] = {}
         for row, banned in plan.masked:
@@ -207,24 +209,39 @@ class FakeRunner:
         self.recover()
         self.version += 1
 
-    def _slot(self, row: int, position: int) -> int:
+    @property
+    def num_groups(self) -> int:
+        return len(self.scheduler.pool.windows)
+
+    def _slot(self, row: int, position: int, group: int = 0) -> int:
         index, offset = divmod(position, self.block_size)
-        return self.rows[row].table[index] * self.block_size + offset
+        block = self.rows[row].tables[group][index]
+        assert block != GONE, f"position {position} is gone from group {group}"
+        return block * self.block_size + offset
+
+    def _seen(self, row: int, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Return group, position and slot of everything that the tokens [start, end) of a row see."""
+        return [
+            (group, position, self._slot(row, position, group))
+            for group, window in enumerate(self.scheduler.pool.windows)
+            for position in range(0 if window is None else max(0, start - window + 1), end)
+        ]
 
     def _check_versions(self, plan: StepPlan) -> None:
         """Check that blocks from the prefix cache were computed with the present parameters."""
         start = {scheduled.row: scheduled.start for scheduled in reversed(plan.rows)}  # drafts come last
         swapped = {block for _, block in plan.swap_in}
         for admitted in plan.admitted:
-            if not swapped.intersection(admitted.block_ids):
-                for position in range(start.get(admitted.row, 0)):
-                    found = self.versions[self._slot(admitted.row, position)]
+            if not swapped.intersection(itertools.chain.from_iterable(admitted.block_ids)):
+                end = start.get(admitted.row, 0)
+                for _, position, slot in self._seen(admitted.row, end, end):
+                    found = self.versions[slot]
                     assert found == self.version, f"position {position} is of version {found}, not {self.version}"
 
     def _check_in_flight(self, plan: StepPlan) -> None:
         """Check that no other sequence holds the blocks of a write in flight."""
-        new = [(row, block) for row, _, block in plan.entries]
-        new += [(admitted.row, block) for admitted in plan.admitted for block in admitted.block_ids]
+        new = [(row, block) for row, _, _, block in plan.entries]
+        new += [(each.row, block) for each in plan.admitted for block in itertools.chain.from_iterable(each.block_ids)]
         moved = [block for _, block in (*plan.block_copies, *plan.swap_in)]
         taken = {admitted.row for admitted in plan.admitted} | {row for _, row in plan.row_copies}
         for earlier, writers in self.in_flight:
@@ -248,18 +265,19 @@ class FakeRunner:
         for row, token, seed in plan.chosen:
             self.rows[row].take(token)
             self.rows[row].seed = seed
-        for row, column, block in plan.entries:
-            table = self.rows[row].table
+        for row, group, column, block in plan.entries:
+            table = self.rows[row].tables[group]
+            if self.scheduler.pool.windows[group] is not None:
+                table += [GONE] * (column - len(table))
             assert column <= len(table), f"entry {column} of {len(table)}"
             table[column : column + 1] = [block]
 
     def _sample(self, scheduled: Scheduled, text: list[int], forbidden: Collection[int]) -> list[Sample]:
         _, start, count, number = scheduled
         row, end = self.rows[scheduled.row], start + count
-        slots = [self._slot(scheduled.row, i) for i in range(end)]
-        assert [self.memory[slot] for slot in slots] == text[:end], "it reads what it did not write"
-        if self.scheduler.limits.exact:
-            assert not any(self.of_output[slot] for slot in slots[: row.num_prompt]), (
+        for group, position, slot in self._seen(scheduled.row, start, end):
+            assert self.memory[slot] == (text[position], group), "it reads what it did not write"
+            assert not (self.scheduler.limits.exact and self.of_output[slot] and position < row.num_prompt), (
                 "a token of a prompt was computed as one of an output"
             )
         if not number:
@@ -283,7 +301,8 @@ class FakeRunner:
         row = self.rows[scheduled.row]
         assert (count, number) == (1, 1) and start >= row.num_prompt, "drafts follow a token of the output"
         assert not isinstance(row.params, BeamSearchParams), "the host chooses among the candidates of beams"
-        assert [self.memory[self._slot(scheduled.row, i)] for i in range(start + 1)] == text[: start + 1]
+        for group, position, slot in self._seen(scheduled.row, start, start + 1):
+            assert self.memory[slot] == (text[position], group), "it reads what it did not write"
         if row.verified is None:
             assert start + 1 == len(row.tokens), f"it samples after {start + 1} of {len(row.tokens)} tokens"
             row.verified = [], drafts

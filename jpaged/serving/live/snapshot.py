@@ -49,7 +49,7 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
         "caching": pool.enable_prefix_caching,
         "max_blocks": -(-scheduler.limits.max_model_len // pool.block_size),
         "used": pool.num_used,
-        "held": sum(len(sequence.table.block_ids) for sequence in live),  # a shared block counts for each table
+        "held": sum(len(sequence.table.held) for sequence in live),  # a shared block counts for each table
         "branches": len(live),
         "running": len(running),
         "waiting": len(scheduler.waiting),
@@ -74,12 +74,12 @@ def _owners(scheduler: Scheduler, recorder: Recorder) -> bytes:
     """Return the number of the first request that holds each block, in two bytes, the low one first; 0 for none."""
     owners = array("H", bytes(2 * scheduler.pool.num_blocks))
     for sequence in scheduler.memory.leaving:
-        for block_id in sequence.table.block_ids:
+        for block_id in sequence.table.held:
             owners[block_id] = recorder.known(sequence.request.request_id) or 0
     for request in reversed(list(scheduler.running)):  # the first one writes last
         number = recorder.number(request)
         for sequence in request.live:
-            for block_id in sequence.table.block_ids:
+            for block_id in sequence.table.held:
                 owners[block_id] = number
     if sys.byteorder == "big":
         owners.byteswap()
@@ -92,13 +92,13 @@ def _listed(running: list[Request], recorder: Recorder) -> list[JsonObject]:
     for request in running[:MAX_REQUESTS]:
         branches = []
         for sequence in request.live[:MAX_BRANCHES]:
-            table = sequence.table.block_ids[: min(MAX_TABLE, room)]
+            table = sequence.table.held[: min(MAX_TABLE, room)]
             room -= len(table)
             branches.append(
                 {
                     "tokens": sequence.num_tokens,
                     "computed": sequence.num_computed_tokens,
-                    "blocks": len(sequence.table.block_ids),
+                    "blocks": len(sequence.table.held),
                     "table": table,
                 }
             )

@@ -247,6 +247,12 @@ class BlockPool:
         """Remove a block from the prefix cache."""
         self._forget(self._blocks[block_id])
 
+    def forget_node(self, number: int) -> None:
+        """Remove all blocks of a node from the prefix cache."""
+        if node := self._nodes.get(number):
+            for block in [block for block in node.blocks if block]:
+                self._forget(block)
+
     def reset_prefix_cache(self) -> None:
         """Forget all content and start a new epoch, for example for other parameters.
 

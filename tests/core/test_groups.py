@@ -1,5 +1,7 @@
 """Groups of layers by their windows, and the blocks that they hold."""
 
+import math
+
 import pytest
 
 from jpaged.core.block_pool import GONE, BlockPool
@@ -97,3 +99,16 @@ def test_a_node_that_lost_a_block_takes_another_one(chain):
     assert pool.remember([GONE, block_id], whole.nodes[4], text[10:]) == whole.nodes[5]
     assert pool.match(text) == whole._replace(block_ids=[whole.block_ids[0], [*whole.block_ids[1][:5], block_id]])
     pool.check_invariants([[[], [block_id]]])
+
+
+def test_the_cache_forgets_blocks_of_invalid_numbers_that_a_window_has_passed():
+    scheduler, runner = make(blocks=40, size=2, tokens=4, length=40, windows=(5,))
+    request = scheduler.add("a", list(range(1, 21)), SamplingParams(max_tokens=9), seed=0)
+    while not request.sequences[0].num_output_tokens:
+        step(scheduler, runner)
+    assert scheduler.pool._nodes and request.live[0].table.first[0] > 4
+    plan = scheduler.schedule()
+    result = runner.step(plan)
+    scheduler.commit(plan, result._replace(samples=[sample._replace(logprob=math.nan) for sample in result.samples]))
+    assert request.finished and not scheduler.pool._nodes
+    scheduler.check_invariants()

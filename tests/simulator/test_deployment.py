@@ -111,6 +111,19 @@ def test_every_gpu_serves_a_small_model_with_a_long_context(gpu):
     assert made.pool_tokens > 131_072 and made.cost.seconds(StepLoad(1, 1, 1, 131_072, 131_072)) < 0.02
 
 
+def test_layers_with_windows_take_memory_for_what_they_see():
+    shape = SHAPES["gemma-3-27b"]
+    made = Deployment(GPUS["h200"], shape, max_model_len=131_072)
+    whole = shape.kv_bytes(2) * 131_072
+    assert made.groups.size == 10 and made.groups.windows.count(1024) == 6
+    assert 10 / 62 * whole < made.kv_bytes(131_072) < 0.25 * whole
+    pool = made.engine(8).scheduler.pool
+    assert pool.num_blocks == made.num_blocks and pool.windows == made.groups.windows
+    assert shape.share_seen(1024) == 1 and shape.share_seen(131_072) == pytest.approx((10 + 52 / 128) / 62)
+    long, alike = StepLoad(1, 1, 1, 131_072, 131_072), replace(made, shape=replace(shape, windows=()))
+    assert made.cost.seconds(long) < alike.cost.seconds(long) and alike.kv_bytes(131_072) == whole
+
+
 @pytest.mark.parametrize("cpu", CPUS)
 def test_every_cpu_serves_a_mixture_by_itself(cpu):
     made = Deployment(CPUS[cpu], SHAPES["qwen3-30b-a3b"], max_model_len=8192, weight_bits=5, embedding_bits=8.5)

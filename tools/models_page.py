@@ -32,7 +32,8 @@ Every architecture is compared with transformers in float32 on random checkpoint
   choice holds for the whole engine: the long factors if `--max-model-len` exceeds the original context, as in vLLM.
   Transformers chooses by the length of each sequence. The results are equal for sequences past the original context,
   and for all sequences if `--max-model-len` is at most the original context.
-- **Windows.** Attention reads only the window, but the blocks before it stay allocated until the request ends.
+- **Windows.** Layers with a window hold the tokens that later tokens see, and free the others while the request runs
+  ([sharing.md](sharing.md)).
 - **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On one CPU and
   on one Hopper GPU, kernels multiply the rows of an expert by that expert's matrices, and read no others. Elsewhere XLA
   (jax 0.12) expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by the

@@ -1,4 +1,4 @@
-"""KV memory of models whose layers have windows: what the allocator holds beside what later tokens see.
+"""KV memory of models whose layers have windows: the memory that the allocator holds, beside that of visible tokens.
 
     python benchmarks/engine/windows.py --out results      half a minute
 

@@ -60,7 +60,7 @@ def held_windows(windows: Windows, block_size: int) -> tuple[int | None, ...]:
 
 
 def most_held(windows: Windows, block_size: int, reach: int) -> tuple[int | None, ...]:
-    """Return the maximum blocks of each group that a sequence holds at once, whatever its length; None: no limit.
+    """Return the maximum blocks of each group that a sequence of any length holds at once; None: no limit.
 
     Blocks that no later token sees are freed when a step is committed.
 

@@ -25,7 +25,7 @@ class BlockTable:
         self.first = [0] * len(pool.windows)
 
     def __len__(self) -> int:
-        """Return the number of blocks of each group, with those that are gone."""
+        """Return the number of blocks of each group, freed ones before a window included."""
         return len(self.block_ids[0])
 
     @property

@@ -87,7 +87,7 @@ class RowTable:
         row, params = admitted.row, admitted.params
         self.tokens[row] = np.array(admitted.token_ids, np.int32)
         for block_tables, block_ids in zip(self.block_tables, admitted.block_ids, strict=True):
-            block_tables[row, : len(block_ids)] = np.maximum(block_ids, 0)  # those that are gone are not read
+            block_tables[row, : len(block_ids)] = np.maximum(block_ids, 0)  # `GONE` blocks are not read
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row
         self._num_scored[row] = len(admitted.token_ids) if admitted.num_scored is None else admitted.num_scored
         self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

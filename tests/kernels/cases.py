@@ -305,7 +305,7 @@ def make_batch(
         first_query = n - (1 if q_lens is None else q_lens[s])
         first = (
             max(0, first_query - (options.get("window") or n) + 1) // block_size
-        )  # blocks before it may be anybody's
+        )  # another sequence may own the blocks before it
         for t in range(first * block_size, n):
             k_pool[blocks[t // block_size], :, t % block_size] = padded_k[t]
             v_pool[blocks[t // block_size], :, t % block_size] = padded_v[t]

@@ -19,6 +19,7 @@ class Capacity(NamedTuple):
         block_size: tokens of a block.
         most_held: as in `BlockPool`.
         eos_token_ids: end-of-sequence tokens that the model can produce.
+        num_pages: pages for the states of recurrent layers; 0 for models without such layers.
     """
 
     limits: Limits
@@ -27,6 +28,7 @@ class Capacity(NamedTuple):
     most_held: tuple[int | None, ...]
     vocab_size: int
     eos_token_ids: frozenset[int]
+    num_pages: int = 0
 
     def max_sequence_len(self, prompt_len: int = 0, num_sequences: int = 1) -> int:
         """Return the maximum number of tokens of each of some sequences that share a prompt.
@@ -66,9 +68,12 @@ def make_request(
     """
     _check_tokens(prompt, params, capacity)
     params, width, limit = _with_counts(params, capacity), params.num_sequences, capacity.limits.max_num_seqs
+    name = "beam_width" if isinstance(params, BeamSearchParams) else "best_of" if params.best_of else "n"
     if width > limit:
-        name = "beam_width" if isinstance(params, BeamSearchParams) else "best_of" if params.best_of else "n"
         raise InvalidParameter(name, f"{width} sequences exceed the {limit} of a step (max_num_seqs)")
+    if capacity.num_pages and (pages := 2 * width if width > 1 else 1) > capacity.num_pages:
+        has = f"the pool has {capacity.num_pages} pages for states of recurrent layers"
+        raise InvalidParameter(name, f"{width} sequences may need {pages}, and {has}")
     max_tokens = _max_tokens(len(prompt), params, capacity)
     producible = [word for word in bad_words if all(0 <= token < capacity.vocab_size for token in word)]
     endings, allowed = capacity.eos_token_ids.union(params.stop_token_ids), params.allowed_token_ids

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jpaged.core.blocks import Block, FreeList, Node, Parent
 from jpaged.core.groups import Windows, held_windows, most_held
 
-# The prefix of a text: the node of the block before it, or, for a first block, the salt of its request.
-Parent = int | str
 GONE = -1  # stands for a block that a sequence does not hold, because no later token sees it
 
 
@@ -21,38 +20,15 @@ class Match(NamedTuple):
         block_ids: blocks of each group, `GONE` before the window of the next token.
         nodes: nodes of the whole blocks; a partial block is cached under the last one.
         num_tokens: tokens of all blocks.
+        page: the state after these tokens; None for models without recurrent layers.
+        num_known: with recurrent layers, tokens of the longest text that has keys and values, at least `num_tokens`.
     """
 
     block_ids: list[list[int]]
     nodes: list[int]
     num_tokens: int
-
-
-class _Block:
-    """State of a block.
-
-    It has a place in the free list while `ref_count` is 0, and in the prefix cache while it has a `node`. It belongs to
-    a group from its allocation on.
-    """
-
-    __slots__ = ("block_id", "group", "next", "node", "previous", "ref_count")
-
-    def __init__(self, block_id: int):
-        self.block_id = block_id
-        self.group = self.ref_count = 0
-        self.node: _Node | None = None
-        self.previous: _Block = self
-        self.next: _Block = self
-
-
-class _Node:
-    """Text of a block in the prefix cache, with the block of each group that holds it, or None."""
-
-    __slots__ = ("blocks", "number", "parent", "tokens")
-
-    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_groups: int):
-        self.number, self.parent, self.tokens = number, parent, tokens
-        self.blocks: list[_Block | None] = [None] * num_groups
+    page: int | None = None
+    num_known: int = 0
 
 
 _tokens = operator.attrgetter("tokens")
@@ -66,23 +42,21 @@ class BlockPool:
     """Reference-counted blocks with a prefix cache.
 
     The layers of a model form groups of equal size. A block holds the keys and values of one group, and any free block
-    can be given to any group.
-
-    The free list is also the eviction order: blocks are taken from its head. A block without cached content returns to
-    the head, a cached one to the tail, so that cached content is evicted in least-recently-used order. The list is
-    doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle (as vLLM's
-    FreeKVCacheBlockQueue does).
+    can be given to any group. Recurrent layers have one state instead. A page holds the states of all these layers
+    after some token; it is a block of another kind, whose number is at least `num_blocks`.
 
     The prefix cache is a radix tree whose edges are the tokens of whole blocks (like SGLang's, arXiv:2312.07104, but
     split at blocks). The number of a node is never reused: a path of nodes stands for one exact text. Tokens are
     compared, not hashed, so a hit is never wrong. The children of a node are sorted by their tokens: the block with the
     longest common beginning is found as fast as an equal one. A block that is only partly filled is a leaf. No child of
     a node is the beginning of another one. A node holds a block of each group or none, and stays while it has a block
-    or children. A prefix is a hit if each group has the blocks that the next token sees.
+    or children. A prefix is a hit if each group has the blocks that the next token sees, and, with recurrent layers,
+    its last node has the page of the state after it.
 
     Args:
         windows: the window of each group.
         reach: maximum tokens of a sequence in the steps in flight.
+        num_pages: pages for the states of recurrent layers; 0 for models without such layers.
 
     Attributes:
         windows: as `held_windows` gives them.
@@ -94,11 +68,11 @@ class BlockPool:
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True,
-        windows: Windows = (None,), reach: int = 0,
+        windows: Windows = (None,), reach: int = 0, num_pages: int = 0,
     ):  # fmt: skip
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.num_pages = num_blocks, block_size, num_pages
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = held_windows(windows, block_size)
         self.most_held = most_held(windows, block_size, reach)
@@ -112,17 +86,27 @@ class BlockPool:
     def clear(self) -> None:
         """Free every block, including those in use, and drop all content."""
         self.epoch += 1
-        self.num_free = 0
-        self._blocks = [_Block(i) for i in range(self.num_blocks)]
-        self._head = _Block(-1)  # sentinel of a circular list: _head.next is taken first
-        self._nodes: dict[int, _Node] = {}
-        self._children: dict[Parent, list[_Node]] = {}
+        self._free, self._free_pages = FreeList(), FreeList()
+        self._blocks = [Block(i, self._free) for i in range(self.num_blocks)]
+        self._blocks += [Block(self.num_blocks + i, self._free_pages) for i in range(self.num_pages)]
+        self._nodes: dict[int, Node] = {}
+        self._children: dict[Parent, list[Node]] = {}
         for block in self._blocks:
-            self._link(block, before=self._head)
+            block.free_list.add(block, last=True)
+
+    @property
+    def num_free(self) -> int:
+        """Number of free blocks of keys and values."""
+        return self._free.size
+
+    @property
+    def num_free_pages(self) -> int:
+        """Number of free pages."""
+        return self._free_pages.size
 
     @property
     def num_used(self) -> int:
-        """Number of blocks in use."""
+        """Number of blocks of keys and values in use."""
         return self.num_blocks - self.num_free
 
     def ref_count(self, block_id: int) -> int:
@@ -139,7 +123,7 @@ class BlockPool:
         return self._blocks[block_id].node is not None
 
     def states(self) -> bytes:
-        """Return one byte for each block: its references, at most 127, plus 128 if it is cached."""
+        """Return one byte for each block and each page: its references, at most 127, plus 128 if it is cached."""
         return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in self._blocks])
 
     def first_seen(self, group: int, position: int) -> int:
@@ -153,11 +137,18 @@ class BlockPool:
 
     def allocate(self, group: int = 0) -> int | None:
         """Return a free block with one reference and without its old content; None if no block is free."""
-        if not self.num_free:
+        return self._take(self._free, group)
+
+    def allocate_page(self) -> int | None:
+        """Return a free page as `allocate` does."""
+        return self._take(self._free_pages, len(self.windows))
+
+    def _take(self, free: FreeList, group: int) -> int | None:
+        if not free.size:
             return None
-        block = self._head.next
+        block = free.head
         self._forget(block)
-        self._unlink(block)
+        free.remove(block)
         block.group, block.ref_count = group, 1
         return block.block_id
 
@@ -166,7 +157,7 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.ref_count == 0:
             assert block.node is not None, f"block {block_id} is free and holds nothing to share"
-            self._unlink(block)
+            block.free_list.remove(block)
         block.ref_count += 1
 
     def free(self, block_id: int) -> None:
@@ -175,7 +166,7 @@ class BlockPool:
         assert block.ref_count > 0, f"block {block_id} is freed more often than it is held"
         block.ref_count -= 1
         if block.ref_count == 0:
-            self._link(block, before=self._head if block.node is not None else self._head.next)
+            block.free_list.add(block, last=block.node is not None)
 
     def remember(self, block_ids: Sequence[int], parent: Parent, tokens: Sequence[int]) -> int:
         """Add full blocks with written KV to the prefix cache, under their prefix, and return the node.
@@ -200,17 +191,21 @@ class BlockPool:
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
-        The last block may match only in its first tokens, at least in `min_shared` of them.
+        The last block may match only in its first tokens, at least in `min_shared` of them, unless there are recurrent
+        layers.
         """
         parent: Parent = salt
-        size, matched, path = self.block_size, 0, list[_Node]()
-        starts = [0] * len(self.windows)  # of each group, the block after the last missing one
-        lacks, num_nodes, num_tokens = False, 0, 0  # of the longest hit
+        size, matched, path = self.block_size, 0, list[Node]()
+        num_groups, has_pages = len(self.windows), self.num_pages > 0
+        starts = [0] * num_groups  # of each group, the block after the last missing one
+        lacks, num_nodes, num_tokens, num_known = False, 0, 0, 0  # of the longest hit
         while siblings := self._children.get(parent):
             wanted = tuple(tokens[matched : matched + size])
             at = bisect.bisect_left(siblings, wanted, key=_tokens)
             if len(wanted) == size and at < len(siblings) and siblings[at].tokens == wanted:
                 node, common = siblings[at], size
+            elif has_pages:
+                break
             else:
                 # In sorted order, only the two neighbours of a text can have the most in common with it.
                 # Another one may be missed next to a text whose blocks are lost.
@@ -221,20 +216,23 @@ class BlockPool:
             path.append(node)
             matched += common
             if None in node.blocks:
-                lacks = True
-                for group, block in enumerate(node.blocks):
-                    if block is None:
-                        starts[group] = len(path)
+                for group in range(num_groups):
+                    if node.blocks[group] is None:
+                        lacks, starts[group] = True, len(path)
             if not lacks or all(start <= self.first_seen(group, matched) for group, start in enumerate(starts)):
-                num_nodes, num_tokens = len(path), matched
+                num_known = matched if has_pages else 0
+                if not has_pages or node.blocks[-1] is not None:
+                    num_nodes, num_tokens = len(path), matched
             if common < size or (lacks and any(starts[group] for group in self._whole)):
                 break
             parent = node.number
         del path[num_nodes:]
-        block_ids = [self._ids(path, group, num_tokens) for group in range(len(self.windows))]
-        return Match(block_ids, [node.number for node in path[: num_tokens // size]], num_tokens)
+        block_ids = [self._ids(path, group, num_tokens) for group in range(num_groups)]
+        page = path[-1].blocks[-1] if has_pages and path else None
+        nodes = [node.number for node in path[: num_tokens // size]]
+        return Match(block_ids, nodes, num_tokens, page.block_id if page else None, num_known)
 
-    def _ids(self, path: list[_Node], group: int, position: int) -> list[int]:
+    def _ids(self, path: list[Node], group: int, position: int) -> list[int]:
         """Return the blocks of a group on a path of nodes, as far as the token at a position sees them."""
         first, block_ids = min(self.first_seen(group, position), len(path)), list[int]()
         for node in path[first:]:
@@ -253,6 +251,16 @@ class BlockPool:
             for block in [block for block in node.blocks if block]:
                 self._forget(block)
 
+    def remember_page(self, page: int, number: int) -> None:
+        """Add the page of the state after the text of a node to the prefix cache, unless the node has one."""
+        if node := self._nodes.get(number):
+            self._fill(node, [*[GONE] * len(self.windows), page])
+
+    def forget_page(self, number: int) -> None:
+        """Remove the page of a node from the prefix cache. If it is free, it is allocated next."""
+        if (node := self._nodes.get(number)) and (page := node.blocks[-1]):
+            self._drop(page)
+
     def reset_prefix_cache(self) -> None:
         """Forget all content and start a new epoch, for example for other parameters.
 
@@ -268,16 +276,18 @@ class BlockPool:
         """Recompute everything from scratch and compare, with the reference counts if all tables are given.
 
         Args:
-            tables: the blocks of each group of each table.
+            tables: the blocks of each group of each table, then its pages if there are any.
         """
         free: list[int] = []
-        block = self._head.next
-        while block is not self._head:
-            assert block.next.previous is block and block.previous.next is block, f"broken link at {block.block_id}"
-            assert len(free) < self.num_blocks, "the free list has a loop"
-            free.append(block.block_id)
-            block = block.next
-        assert len(free) == len(set(free)) == self.num_free, f"{self.num_free} free by count, {len(free)} in the list"
+        for free_list in (self._free, self._free_pages):
+            count = len(free)
+            for block in free_list:
+                assert block.next.previous is block and block.previous.next is block, f"broken at {block.block_id}"
+                assert len(free) < len(self._blocks), "the free list has a loop"
+                assert block.free_list is free_list, f"block {block.block_id} is in another list"
+                free.append(block.block_id)
+            assert len(free) - count == free_list.size, f"{free_list.size} free by count, {len(free) - count} listed"
+        assert len(free) == len(set(free)), "a block is free twice"
         for block in self._blocks:
             assert block.ref_count >= 0, f"block {block.block_id} has {block.ref_count} references"
         unheld = {block.block_id for block in self._blocks if block.ref_count == 0}
@@ -322,7 +332,7 @@ class BlockPool:
             if len(node.tokens) == len(tokens):
                 self._fill(node, block_ids)
             return node.number
-        node = _Node(next(self._numbers), parent, tokens, len(self.windows))
+        node = Node(next(self._numbers), parent, tokens, len(self.windows) + (self.num_pages > 0))
         self._nodes[node.number] = node
         siblings.insert(at, node)
         self._fill(node, block_ids)
@@ -331,7 +341,7 @@ class BlockPool:
             self._replace(siblings[at - 1])
         return node.number
 
-    def _fill(self, node: _Node, block_ids: Sequence[int]) -> None:
+    def _fill(self, node: Node, block_ids: Sequence[int]) -> None:
         """Give blocks to a node, for the groups in which it has none."""
         for group, block_id in enumerate(block_ids):
             if block_id != GONE and node.blocks[group] is None:
@@ -340,15 +350,19 @@ class BlockPool:
                 assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
                 node.blocks[group], block.node = block, node
 
-    def _replace(self, node: _Node) -> None:
-        """Forget a node whose text another one offers. Its free blocks are allocated next."""
+    def _replace(self, node: Node) -> None:
+        """Forget a node whose text another one offers."""
         for block in [block for block in node.blocks if block]:
-            self._forget(block)
-            if block.ref_count == 0:
-                self._unlink(block)
-                self._link(block, before=self._head.next)
+            self._drop(block)
 
-    def _forget(self, block: _Block) -> None:
+    def _drop(self, block: Block) -> None:
+        """Forget a block. If it is free, it is allocated next."""
+        self._forget(block)
+        if block.ref_count == 0:
+            block.free_list.remove(block)
+            block.free_list.add(block, last=False)
+
+    def _forget(self, block: Block) -> None:
         if block.node is None:
             return
         node, block.node = block.node, None
@@ -363,15 +377,6 @@ class BlockPool:
             if not isinstance(node.parent, int) or node.parent not in self._nodes:
                 break
             node = self._nodes[node.parent]
-
-    def _link(self, block: _Block, before: _Block) -> None:
-        block.previous, block.next = before.previous, before
-        before.previous.next = before.previous = block
-        self.num_free += 1
-
-    def _unlink(self, block: _Block) -> None:
-        block.previous.next, block.next.previous = block.next, block.previous
-        self.num_free -= 1
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,8 +1,10 @@
 """Map of one sequence from logical to physical blocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 
 from jpaged.core.block_pool import GONE, BlockPool
+from jpaged.core.plan import CONTINUES, NO_STATE, NOWHERE
 
 Copies = list[tuple[int, int]]  # (source, destination)
 
@@ -13,16 +15,21 @@ class BlockTable:
     `block_ids[group][i]` holds tokens `[i * block_size, (i + 1) * block_size)`. The lists are equally long and grow at
     their ends. Entries change only by copy-on-write, by moves to another pool, and where a window has passed them.
 
+    With recurrent layers, it also has the pages of states, each with the number of tokens before it, in their order. The
+    last one is that of all scheduled tokens. Earlier ones are held until the commit of the steps that read them.
+
     Attributes:
         first: for each group, the number of leading blocks that are `GONE`.
+        pages: (number of tokens, page).
     """
 
-    __slots__ = ("block_ids", "first", "pool")
+    __slots__ = ("block_ids", "first", "pages", "pool")
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
         self.block_ids: tuple[list[int], ...] = tuple([] for _ in pool.windows)
         self.first = [0] * len(pool.windows)
+        self.pages: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         """Return the number of blocks of each group, freed ones before a window included."""
@@ -70,6 +77,61 @@ class BlockTable:
                     pool.forget(source)
         return copies
 
+    @property
+    def needs_page(self) -> bool:
+        """Whether the next token's state needs another page: there is none, or other tables hold it, too."""
+        return not self.pages or self.pool.ref_count(self.pages[-1][1]) > 1
+
+    def advance(self, ends: Sequence[int], kept: Container[int], num_drafts: int, spare: int) -> Copies:
+        """Give pages to the states after the next tokens; return those that each entry of the plan reads and writes.
+
+        The last state replaces the present one in its page, unless that must be kept, or other tables hold it.
+
+        Args:
+            ends: numbers of tokens after each entry of the plan.
+            kept: numbers of tokens whose states are for the prefix cache.
+            num_drafts: number of drafts among the entries, at the end. The state after each has a page of its own.
+            spare: free pages beyond those that are needed.
+        """
+        pool, pages = self.pool, self.pages
+        position, page = pages[-1] if pages else (0, NO_STATE)
+        in_place = not self.needs_page
+        if in_place and spare > 0 and position in kept:
+            in_place, spare = False, spare - 1
+        if in_place:
+            pool.forget(page)
+            pages.pop()
+        last, entries = len(ends) - num_drafts - 1, Copies()
+        for index, end in enumerate(ends):
+            written = NOWHERE
+            if index == last and in_place:
+                written = page
+            elif index >= last or (spare > 0 and end in kept):
+                spare -= index < last
+                new = pool.allocate_page()
+                assert new is not None, "the free pages were counted first"
+                written = new
+            if written != NOWHERE:
+                pages.append((end, written))
+            entries.append((CONTINUES if index else page, written))
+        return entries
+
+    def leave_pages(self, position: int) -> None:
+        """Free the pages of the states before the last one up to a position."""
+        while len(self.pages) > 1 and self.pages[1][0] <= position:
+            self.pool.free(self.pages.pop(0)[1])
+
+    def rewind(self, position: int) -> None:
+        """Free the pages of the states past a position."""
+        while self.pages and self.pages[-1][0] > position:
+            self.pool.free(self.pages.pop()[1])
+
+    def share_page(self, position: int, page: int) -> None:
+        """Start with a page that is in use or cached, in a table without one."""
+        assert not self.pages, f"the table has the state after {self.pages[0][0]} tokens"
+        self.pool.share(page)
+        self.pages.append((position, page))
+
     def share(self, block_ids: Iterable[Iterable[int]]) -> None:
         """Fill an empty table with blocks of each group that are in use or cached, `GONE` where none is needed."""
         assert not len(self), f"a prefix can't follow {len(self)} blocks"
@@ -98,6 +160,7 @@ class BlockTable:
 
     def free(self) -> None:
         """Free every block, the last first: the end of a prefix is evicted before its beginning."""
+        self.rewind(-1)
         for _ in range(len(self)):
             for held in self.block_ids:
                 if (block_id := held.pop()) != GONE:
@@ -155,18 +218,27 @@ def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
     The pool must have a free block for each. The result is the source and the destination of each.
     """
     moved: dict[int, int] = {}
+
+    def place_of(block_id: int, allocate: Callable[[], int | None]) -> int:
+        if block_id in moved:
+            to.share(moved[block_id])
+        else:
+            destination = allocate()
+            assert destination is not None, f"{to.num_free} free blocks or {to.num_free_pages} free pages are too few"
+            moved[block_id] = destination
+        return moved[block_id]
+
     for table in tables:
-        block_ids, first = [list(ids) for ids in table.block_ids], list(table.first)
+        block_ids, first, pages = [list(ids) for ids in table.block_ids], list(table.first), list(table.pages)
         table.free()
         table.pool, table.first = to, first
         for group, (ids, held) in enumerate(zip(block_ids, table.block_ids)):
             held += ids[: first[group]]
-            for block_id in ids[first[group] :]:
-                if block_id in moved:
-                    to.share(moved[block_id])
-                else:
-                    destination = to.allocate(group)
-                    assert destination is not None, f"{to.num_free} free blocks are too few"
-                    moved[block_id] = destination
-                held.append(moved[block_id])
+            held += [place_of(block_id, partial(to.allocate, group)) for block_id in ids[first[group] :]]
+        table.pages += [(position, place_of(page, to.allocate_page)) for position, page in pages]
     return list(moved.items())
+
+
+def page_shortage(tables: Iterable[BlockTable]) -> int:
+    """Return the number of pages that some tables of one pool need for their next states."""
+    return sum(table.needs_page for table in tables)

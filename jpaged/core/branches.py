@@ -32,9 +32,9 @@ def next_counts(request: Request, budget: int, memory: Memory, spare: int) -> di
         if count > 0:
             counts[sequence] = count
             budget -= count
-            spare -= len(memory.parts(sequence, count)) - 1
+            spare -= len(memory.ends(sequence, count)) - 1
     at_their_last = all(s.behind - counts.get(s, 0) == 1 for s in live)
-    if together and at_their_last and budget >= len(live) and (len(counts) <= spare or not memory.exact):
+    if together and at_their_last and budget >= len(live) and (len(counts) <= spare or not memory.divides):
         counts = {sequence: counts.get(sequence, 0) + 1 for sequence in live}
     return counts
 

@@ -59,6 +59,7 @@ class Commit:
         advanced, served, faults, memory = self.advanced, self.served, self.faults, self.memory
         at, samples, prompts, size = 0, result.samples, result.prompt, memory.pool.block_size
         caching, has_windows = memory.pool.enable_prefix_caching, memory.pool.has_windows
+        has_pages = memory.pool.num_pages > 0
         rows, drafts = step.plan.rows, dict(step.plan.drafts)
         for index, (sequence, (_, start, count, num_samples)) in enumerate(zip(step.sequences, rows, strict=True)):
             request, first, at = sequence.request, at, at + num_samples
@@ -87,6 +88,8 @@ class Commit:
                     memory.remember(sequence, start + count)
                 if has_windows and start + count >= sequence.leaves_at:
                     memory.leave(sequence, start + count)
+                if has_pages:
+                    memory.remember_state(sequence, start + count)
                 if prompt:
                     request.prompt_samples.extend(prompt)
                 if num_samples == 1 and not request.beam:
@@ -170,6 +173,7 @@ class Commit:
             assert sequence.drafter is not None, "nobody proposed the drafts"
             sequence.drafter.learn(drafts, kept)
             sequence.num_computed_tokens = sequence.num_tokens - 1
+            sequence.table.rewind(sequence.num_computed_tokens)
             self.memory.rows.choose(sequence)
         return drafts, kept
 

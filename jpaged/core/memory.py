@@ -1,100 +1,18 @@
-"""Memory of all sequences: KV blocks on the device and on the host, and the rows of running sequences."""
+"""Memory of all sequences: KV blocks and states on the device and on the host, and the rows of running sequences."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
-from jpaged.core.block_pool import BlockPool, Parent, common_length
-from jpaged.core.block_table import BlockTable, move, shortage
-from jpaged.core.plan import Admitted, Chosen, Entry, Pairs
+from jpaged.core.block_pool import BlockPool, common_length
+from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
+from jpaged.core.blocks import Parent
+from jpaged.core.plan import Pairs
 from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.rows import Rows
 
-
-class Rows:
-    """Rows of `size` sequences. A running sequence has one, on host and device, from admission to release."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.clear()
-
-    def clear(self) -> None:
-        """Release every row and drop all differences."""
-        self._sequences: list[Sequence | None] = [None] * self.size
-        self.free = list(range(self.size))
-        self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
-        self._admitted: dict[int, Admitted] = {}
-        self._chosen: dict[int, Chosen] = {}
-        self._entries: dict[int, list[Entry]] = {}  # by row
-        self._released: dict[int, None] = {}
-
-    def __getitem__(self, row: int) -> Sequence:
-        sequence = self._sequences[row]
-        assert sequence is not None, f"row {row} is free"
-        return sequence
-
-    def admit(self, sequence: Sequence) -> None:
-        """Give a sequence a row, and add its whole state to the next plan."""
-        row, request = self._take(sequence), sequence.request
-        self._admitted[row] = Admitted(
-            row,
-            tuple(sequence.tokens),
-            sequence.num_prompt_tokens,
-            request.params,
-            sequence.seed,
-            tuple(map(tuple, sequence.table.block_ids)),
-            request.num_top,
-            num_scored=None if request.params.prompt_logprobs is None else len(request.prompt_samples),
-            banned=request.bans.single_tokens,
-        )
-
-    def fork(self, sequence: Sequence, child: Sequence) -> None:
-        """Give a branch a row with the state of its parent."""
-        assert sequence.row is not None
-        self._copies[self._take(child)] = sequence.row
-
-    def choose(self, sequence: Sequence) -> None:
-        """Add the last token of a sequence, which the host has chosen, to the next plan."""
-        assert sequence.row is not None
-        self._chosen[sequence.row] = Chosen(sequence.row, sequence.tokens[-1], sequence.seed)
-
-    def change(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Add the entries [first, stop) of a sequence's block table to the next plan."""
-        row = sequence.row
-        assert row is not None
-        changed = self._entries.setdefault(row, [])
-        for group, (block_ids, gone) in enumerate(zip(sequence.table.block_ids, sequence.table.first)):
-            changed += [Entry(row, group, index, block_ids[index]) for index in range(max(first, gone), stop)]
-
-    def release(self, sequence: Sequence) -> None:
-        """Release a sequence's row, if it has one."""
-        row = sequence.row
-        if row is None:
-            return
-        sequence.row, sequence.steady_until, self._sequences[row] = None, 0, None
-        self.free.append(row)
-        self._released[row] = None
-        self._copies.pop(row, None)
-        self._chosen.pop(row, None)
-        self._admitted.pop(row, None)
-        self._entries.pop(row, None)
-
-    def differences(self) -> dict[str, tuple[Any, ...]]:
-        """Return the fields of the next `StepPlan` that describe rows, and reset them."""
-        differences: dict[str, tuple[Any, ...]] = dict(
-            released_rows=tuple(self._released),
-            row_copies=tuple((source, row) for row, source in self._copies.items()),
-            admitted=tuple(self._admitted.values()),
-            chosen=tuple(self._chosen.values()),
-            entries=tuple(itertools.chain.from_iterable(self._entries.values())),
-        )
-        self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, {}, {}
-        return differences
-
-    def _take(self, sequence: Sequence) -> int:
-        row = sequence.row = self.free.pop()
-        self._sequences[row] = sequence
-        return row
+# A prompt's state is kept after every so many tokens. A page takes as much memory as the keys and values of hundreds of
+# tokens, and a prompt that has only a beginning in common with others is computed again from the last state in it.
+STATE_EVERY = 1024
 
 
 class Memory:
@@ -117,6 +35,7 @@ class Memory:
     ):  # fmt: skip
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
         self.preemption, self.block_swap_cost, self.exact = preemption, block_swap_cost, exact
+        self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
@@ -145,18 +64,66 @@ class Memory:
                 spans.append((sequence.table, sequence.num_computed_tokens, sequence.num_tokens))
         return lack + shortage(spans)
 
-    def parts(self, sequence: Sequence, count: int) -> list[int]:
-        """Return the numbers of tokens of a plan's entries for the next `count` tokens of a sequence."""
-        in_prompt = min(count, sequence.behind_in_prompt)
-        if not self.exact or in_prompt == count:
-            return [count]
-        return [in_prompt] * (in_prompt > 0) + [1] * (count - in_prompt)
+    @property
+    def divides(self) -> bool:
+        """Whether the next tokens of a sequence may need several entries of a plan."""
+        return self.exact or self.pool.num_pages > 0
+
+    def page_lack(self, request: Request) -> int:
+        """Return the maximum number of pages that a request still needs for its next states."""
+        if not self.pool.num_pages:
+            return 0
+        pages = self._pages(request)
+        on_host = any(sequence.table.pool is not self.pool for sequence in request.live)
+        if (
+            request.beam and request.seats > 1
+        ):  # a step reads the states of all parents while it writes those of all beams
+            return max(0, 2 * request.seats - len(pages) * (not on_host))
+        if request.unforked:  # all branches read the state of the prompt
+            return request.num_sequences + (on_host or not pages)
+        return page_shortage(sequence.table for sequence in request.live) + len(pages) * on_host
+
+    def _pages(self, request: Request) -> set[int]:
+        return {page for sequence in request.live for _, page in sequence.table.pages}
+
+    def keeps_state(self, sequence: Sequence, position: int) -> bool:
+        """Return whether the prefix cache shall hold the state of recurrent layers after some tokens of a sequence.
+
+        In a prompt, these are the ends of the last whole block, of the blocks that another prompt had in common, and of
+        every `STATE_EVERY` tokens. In an output, it is the end of each block, for the next turn of a conversation.
+        """
+        pool = self.pool
+        if position % pool.block_size or not (position and pool.enable_prefix_caching) or sequence.epoch != pool.epoch:
+            return False
+        last = self._last_kept(sequence)
+        return position in (last, sequence.known_until) or not position % self._every or position > last
+
+    def _last_kept(self, sequence: Sequence) -> int:
+        size = self.pool.block_size
+        return (sequence.num_prompt_tokens - 1) // size * size
+
+    def ends(self, sequence: Sequence, count: int) -> list[int]:
+        """Return the positions after each of a plan's entries for the next `count` tokens of a sequence."""
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        if not self.divides:
+            return [end]
+        alone = range(max(start + 1, sequence.num_prompt_tokens), end if self.exact else 0)
+        kept = list[int]()
+        if self.pool.num_pages:
+            every, last = self._every, self._last_kept(sequence)
+            kept = [last, sequence.known_until, *range((start // every + 1) * every, min(end, last), every)]
+            kept = [position for position in kept if start < position < end and self.keeps_state(sequence, position)]
+        return [*sorted({*kept, *alone}), end]
 
     def most(self, sequence: Sequence, spare: int) -> int:
         """Return the maximum next tokens of a sequence with `spare` entries beyond one."""
-        if not self.exact:
-            return sequence.behind
-        return sequence.behind_in_prompt + (not sequence.behind_in_prompt) + spare
+        most = sequence.behind
+        if self.exact:
+            most = min(most, sequence.behind_in_prompt + (not sequence.behind_in_prompt) + spare)
+        if self.pool.num_pages and most > 1:
+            ends = self.ends(sequence, most)
+            most = ends[min(spare, len(ends) - 1)] - sequence.num_computed_tokens
+        return most
 
     def num_held(self, request: Request) -> int:
         """Return the number of blocks that a request holds."""
@@ -176,7 +143,7 @@ class Memory:
             # The last token is always computed: the next token is sampled from its hidden state.
             limit = sequence.num_tokens - 1
             match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
-            cached = 0 if lacks else match.num_tokens
+            cached, sequence.known_until = 0 if lacks else match.num_tokens, match.num_known
             if before:
                 shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1)
                 while before.leader and before.leader[1] > shared:  # it will start after these tokens
@@ -186,6 +153,8 @@ class Memory:
             if cached and not sequence.leader:
                 sequence.table.share(match.block_ids)
                 sequence.nodes, sequence.num_computed_tokens = match.nodes, cached
+                if match.page is not None:
+                    sequence.table.share_page(cached, match.page)
             before = sequence
 
     def follow(self, sequence: Sequence) -> bool:
@@ -198,6 +167,8 @@ class Memory:
         size = self.pool.block_size
         sequence.table.share(ids[: -(-shared // size)] for ids in leader.table.block_ids)
         sequence.nodes, sequence.num_computed_tokens = leader.nodes[: shared // size], shared
+        if self.pool.num_pages:
+            sequence.table.share_page(*leader.table.pages[-1])
         sequence.leader = None
         self.rows.change(sequence, 0, len(sequence.table))
         return True
@@ -205,9 +176,10 @@ class Memory:
     def leads_to(self, sequence: Sequence) -> int | None:
         """Return the number of tokens at which a sequence waits for others, which start there with its blocks.
 
-        It waits only if the window of a group could pass blocks that they need. None: it does not wait.
+        It waits only if the window of a group could pass blocks that they need, or if they need its state there. None:
+        it does not wait.
         """
-        if not self.pool.has_windows:
+        if not (self.pool.has_windows or self.pool.num_pages):
             return None
         places = (other.leader[1] for other in sequence.request.live if other.leader and other.leader[0] is sequence)
         return min(places, default=None)
@@ -231,7 +203,7 @@ class Memory:
         if self.preemption == "recompute" or self.host_pool is None or any(s.leader for s in request.live):
             return False
         size, num_blocks = self.pool.block_size, self.num_held(request)
-        if not 0 < num_blocks <= self.host_pool.num_free:
+        if not 0 < num_blocks <= self.host_pool.num_free or len(self._pages(request)) > self.host_pool.num_free_pages:
             return False
         filled = [dict[int, int]() for _ in self.pool.windows]  # of each group, the tokens by block
         for sequence in request.live:
@@ -261,9 +233,25 @@ class Memory:
             parent: Parent = nodes[-1] if nodes else sequence.request.cache_salt
             tokens = sequence.tokens[index * size : (index + 1) * size]
             nodes.append(pool.remember([ids[index] for ids in table.block_ids], parent, tokens))
+        ended = ended and not pool.num_pages  # no state follows the beginning of a block
         if ended and stop >= min(table.first) and (tokens := sequence.tokens[stop * size : num_computed_tokens]):
             parent = nodes[-1] if nodes else sequence.request.cache_salt
             pool.remember_beginning([ids[stop] for ids in table.block_ids], parent, tokens)
+
+    def remember_state(self, sequence: Sequence, position: int) -> None:
+        """Add the state after a committed position to the prefix cache if it shall be there; free those before it.
+
+        In an output, it takes the place of the one at the end of the block before.
+        """
+        pool, table, nodes = self.pool, sequence.table, sequence.nodes
+        table.leave_pages(position)
+        (at, page), number = table.pages[0], position // pool.block_size - 1
+        if at != position or number >= len(nodes) or not self.keeps_state(sequence, position):
+            return
+        pool.remember_page(page, nodes[number])
+        before = position - pool.block_size
+        if before > self._last_kept(sequence) and before % self._every:
+            pool.forget_page(nodes[number - 1])
 
     def leave(self, sequence: Sequence, position: int) -> None:
         """Free the blocks of a running sequence that tokens from a position on do not see."""
@@ -276,6 +264,8 @@ class Memory:
         child.table.share(sequence.table.block_ids)
         child.num_computed_tokens, child.nodes = sequence.num_computed_tokens, list(sequence.nodes)
         child.epoch, child.leaves_at = sequence.epoch, sequence.leaves_at
+        for position, page in sequence.table.pages:
+            child.table.share_page(position, page)
         self.rows.fork(sequence, child)
         return child
 
@@ -305,4 +295,6 @@ class Memory:
         tables = [sequence.table for sequence in (*running, *waiting, *leaving)]
         for pool in (self.pool, self.host_pool):
             if pool is not None:
-                pool.check_invariants(table.block_ids for table in tables if table.pool is pool)
+                pool.check_invariants(
+                    (*table.block_ids, [page for _, page in table.pages]) for table in tables if table.pool is pool
+                )

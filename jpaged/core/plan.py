@@ -14,6 +14,10 @@ from jpaged.core.params import Params
 
 Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 
+# Pages that an entry of a plan reads: of no state, before a first token; the one of the entry before it, in the same
+# row. A page that it writes: none.
+NO_STATE, CONTINUES, NOWHERE = -1, -2, -1
+
 
 class ParamsDeleted(RuntimeError):
     """A step failed because another owner of the parameters' memory has deleted them."""
@@ -86,13 +90,16 @@ class StepPlan:
     which stays on the device.
 
     Attributes:
-        swap_out: for each request that is swapped out, its blocks and their places on the host.
+        swap_out: for each request that is swapped out, its blocks and pages, and their places on the host. The numbers
+            of pages begin after those of blocks, on the device and on the host.
         row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.
         masked: rows whose samples the host restricts by a mask, each with the banned tokens. The sequence's grammar may
             forbid further tokens. A row with drafts has one for each of its entries, in their order.
         drafts: (index in `rows`, token) of the entries whose token is a draft.
+        pages: for models with recurrent layers, the pages that each of `rows` reads its state from and writes it to,
+            counted from 0, or `NO_STATE`, `CONTINUES` and `NOWHERE`.
     """
 
     rows: tuple[Scheduled, ...] = ()
@@ -106,6 +113,7 @@ class StepPlan:
     entries: tuple[Entry, ...] = ()
     masked: tuple[tuple[int, frozenset[int]], ...] = ()
     drafts: Pairs = ()
+    pages: Pairs = ()
 
     @property
     def num_tokens(self) -> int:

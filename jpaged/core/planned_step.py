@@ -1,10 +1,10 @@
 """One step from its planning to its commit: tokens of running requests, the blocks for them, and preemptions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jpaged.config import DRAFTING_SEQS
-from jpaged.core.block_table import Copies, append, move, shortage
+from jpaged.core.block_table import BlockTable, Copies, append, move, page_shortage, shortage
 from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Pairs, Scheduled, StepPlan
@@ -33,6 +33,7 @@ class PlannedStep:
         further_branches: number of branches of requests on the steady path, without the first of each.
         preempted: requests that lost their blocks, each with whether the blocks were swapped out.
         resumed: requests whose blocks were swapped in, each with the computed tokens of its sequences.
+        pages: of the sequences that are not on the steady path, the pages of each entry.
     """
 
     queues: Queues
@@ -56,6 +57,7 @@ class PlannedStep:
     drafts: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[tuple[Request, bool]] = field(default_factory=list)
     resumed: dict[Request, list[tuple[Sequence, int]]] = field(default_factory=dict)
+    pages: dict[Sequence, Copies] = field(default_factory=dict)
 
     def complete(self) -> StepPlan | None:
         """Return the plan, with all differences of rows since the last one; None if there is nothing to do."""
@@ -68,9 +70,21 @@ class PlannedStep:
             swap_in=tuple(self.swap_in),
             masked=tuple(self.masked),
             drafts=tuple(self.drafts),
+            pages=tuple(self._pages_of_rows()) if self.memory.pool.num_pages else (),
             **self.memory.rows.differences(),
         )
         return self.plan
+
+    def _pages_of_rows(self) -> Iterator[tuple[int, int]]:
+        """Yield the pages that each entry reads and writes; on the steady path, a state stays in its page."""
+        first, of_entries = self.memory.pool.num_blocks, {sequence: iter(each) for sequence, each in self.pages.items()}
+        for sequence, entry in zip(self.sequences, self.rows, strict=True):
+            if sequence in of_entries:
+                read, written = next(of_entries[sequence])
+            else:
+                _, read = sequence.table.pages[-1]
+                written, sequence.table.pages[-1] = read, (entry.start + 1, read)
+            yield read - first if read >= first else read, written - first if written >= first else written
 
     def claims(self) -> tuple[int, int]:
         """Return the rows and the free blocks that are not available to waiting requests.
@@ -166,14 +180,17 @@ class PlannedStep:
         self.unsteady.append(request)
         counts = next_counts(request, budget, self.memory, self._spare(request))
         drafts = self._drafts(counts, budget - sum(counts.values()))
+        pool, tables = self.memory.pool, [sequence.table for sequence in counts]
         spans = [
             (s.table, s.num_computed_tokens, s.num_computed_tokens + count + len(drafts.get(s, ())))
             for s, count in counts.items()
         ]
-        if drafts and shortage(spans) > self.memory.pool.num_free:  # nothing is preempted for drafts
+        num_pages = page_shortage(tables) + sum(map(len, drafts.values())) if pool.num_pages else 0
+        # Nothing is preempted for drafts.
+        if drafts and (shortage(spans) > pool.num_free or num_pages > pool.num_free_pages):
             drafts, spans = {}, [(s.table, start, start + counts[s]) for s, (_, start, _) in zip(counts, spans)]
         lengths = [len(table) for table, _, _ in spans]
-        while (copies := append(spans)) is None:
+        while self._lacks_pages(tables) or (copies := append(spans)) is None:
             if not self.may_preempt:
                 self.must_drain = True
                 return 0
@@ -182,7 +199,9 @@ class PlannedStep:
                 return 0
             self.at = request
         self.block_copies += copies
-        size = self.memory.pool.block_size
+        size = pool.block_size
+        if pool.num_pages:
+            self._advance_pages(request, counts, drafts)
         for (sequence, count), (table, start, end), length in zip(counts.items(), spans, lengths):
             if copies or len(table) > length:
                 self.memory.rows.change(sequence, start // size, -(-end // size))
@@ -191,9 +210,35 @@ class PlannedStep:
                 self._add_drafts(sequence, drafts[sequence])
         return sum(counts.values()) + sum(map(len, drafts.values()))
 
+    def has_pages(self, request: Request) -> bool:
+        """Return whether the pages suffice for a waiting request beside those that run."""
+        if not self.memory.pool.num_pages:
+            return True
+        return sum(map(self.memory.page_lack, [request, *self.unsteady])) <= self.memory.pool.num_free_pages
+
+    def _lacks_pages(self, tables: list[BlockTable]) -> bool:
+        pool = self.memory.pool
+        return pool.num_pages > 0 and page_shortage(tables) > pool.num_free_pages
+
+    def _advance_pages(self, request: Request, counts: dict[Sequence, int], drafts: dict[Sequence, list[int]]) -> None:
+        """Give pages to the next states of a request's sequences, before their entries are added.
+
+        States for the prefix cache get those pages that neither these sequences nor running branches need.
+        """
+        memory, pool = self.memory, self.memory.pool
+        needed = page_shortage(sequence.table for sequence in counts) + sum(map(len, drafts.values()))
+        claims = sum(memory.page_lack(each) for each in self.order if each.num_sequences > 1 and each is not request)
+        for sequence, count in counts.items():
+            start, ends, found = sequence.num_computed_tokens, memory.ends(sequence, count), drafts.get(sequence, ())
+            ends += range(ends[-1] + 1, ends[-1] + 1 + len(found))
+            kept = [position for position in (start, *ends) if memory.keeps_state(sequence, position)]
+            spare = pool.num_free_pages - needed - claims
+            needed -= sequence.table.needs_page + len(found)
+            self.pages[sequence] = sequence.table.advance(ends, kept, len(found), spare)
+
     def _spare(self, request: Request) -> int:
         """Return how many entries a request may have beyond one of each of its sequences."""
-        if not self.memory.exact or all(sequence.behind <= 1 for sequence in request.live):
+        if not self.memory.divides or all(sequence.behind <= 1 for sequence in request.live):
             return 0
         num_seats = sum(each.seats for each in self.order) + len(self.memory.leaving) + self.num_further
         return max(0, self.memory.rows.size - num_seats)
@@ -255,14 +300,14 @@ class PlannedStep:
             banned = request.bans.next_tokens(sequence.tokens, sequence.num_output_tokens + sequence.pending)
             if banned or sequence.constraint is not None:
                 self.masked.append((row, banned))
-        parts, at = self.memory.parts(sequence, count), start
-        for part in parts:
-            self.rows.append(Scheduled(row, at, part, num_samples if at + part == end else 0))
-            at += part
-        self.sequences += [sequence] * len(parts)
-        self.num_further += len(parts) - 1
+        ends, at = self.memory.ends(sequence, count), start
+        for stop in ends:
+            self.rows.append(Scheduled(row, at, stop - at, num_samples if stop == end else 0))
+            at = stop
+        self.sequences += [sequence] * len(ends)
+        self.num_further += len(ends) - 1
         sequence.num_computed_tokens = end
-        sequence.in_flight += len(parts)
+        sequence.in_flight += len(ends)
         sequence.pending += num_samples > 0
         self.num_waiting += num_samples > 0 and sequence.waits
         sequence.steady_until = 0

@@ -81,6 +81,8 @@ class Sequence:
         pending: number of tokens that these steps sample for the sequence.
         num_cached_tokens: number of prompt tokens from the prefix cache at the first admission.
         nodes: nodes of the full blocks in the prefix cache, as far as they are known.
+        known_until: number of tokens whose keys and values were in the prefix cache at the last admission. With
+            recurrent layers, the state after them is kept: other prompts may have this beginning.
         epoch: epoch of the prefix cache when the first token was computed. In a later epoch, no block of the sequence
             enters the prefix cache.
         leader: after a preemption, another branch that computes the shared tokens first, and the number of these
@@ -108,6 +110,7 @@ class Sequence:
     pending: int = 0
     num_cached_tokens: int = 0
     nodes: list[int] = field(default_factory=list)
+    known_until: int = 0
     epoch: int = 0
     leader: "tuple[Sequence, int] | None" = None
     steady_until: int = 0

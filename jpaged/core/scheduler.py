@@ -140,7 +140,13 @@ class Scheduler:
         """Sizes that limit every request."""
         pool = self.pool
         return Capacity(
-            self.limits, pool.num_blocks, pool.block_size, pool.most_held, self.vocab_size, self.eos_token_ids
+            self.limits,
+            pool.num_blocks,
+            pool.block_size,
+            pool.most_held,
+            self.vocab_size,
+            self.eos_token_ids,
+            pool.num_pages,
         )
 
     def add(
@@ -276,7 +282,7 @@ class Scheduler:
             num_seats += request.seats
             if num_seats + step.num_further > self.limits.max_num_seqs:
                 break
-            if not self._admit(request, reserved + growth, step):
+            if not (step.has_pages(request) and self._admit(request, reserved + growth, step)):
                 break
             count = 0
             if request not in step.resumed:
@@ -376,6 +382,10 @@ class Scheduler:
             known = sequence.num_tokens + sequence.pending
             assert 0 <= sequence.num_computed_tokens <= known <= self.limits.max_model_len, sequence
             assert sequence.num_computed_tokens <= room, f"{sequence.num_computed_tokens} computed, room for {room}"
+            pages = [position for position, _ in sequence.table.pages]
+            assert pages == sorted(set(pages)), f"states after {pages} tokens"
+            if self.pool.num_pages:
+                assert (pages or [0])[-1] == sequence.num_computed_tokens, f"{pages} of {sequence.num_computed_tokens}"
         running = [sequence for request in self.running for sequence in request.live]
         idle = [sequence for request in (*self.waiting, *(self.queues.parked or ())) for sequence in request.live]
         assert not any(sequence.in_flight for sequence in idle), "a waiting request is part of a step in flight"

@@ -44,7 +44,7 @@ class World:
             rng.randint(8, 14) * len(windows), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24,
             host=12 * len(windows) * (mode != "recompute"), eos=EOS, preemption=mode, block_swap_cost=1.0,
             drafts=3 if method == "suffix" else rng.choice([0, 3]),
-            method=method, exact=rng.random() < 0.3, windows=windows,
+            method=method, exact=rng.random() < 0.3, windows=windows, pages=_pages(seed),
         )  # fmt: skip
         wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
         self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
@@ -104,6 +104,8 @@ def seeds(composition: str, count: int) -> list[int]:
         fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
     if "window" in composition or "groups" in composition:
         fit = [seed for seed in fit if len(_windows(seed)) > 1]
+    if "state" in composition:
+        fit = [seed for seed in fit if _pages(seed)]
     return [seed for seed in fit if "past outputs" not in composition or _method(seed) == "suffix"]
 
 
@@ -114,6 +116,11 @@ def _mode(seed: int) -> str:
 def _windows(seed: int) -> tuple[int | None, ...]:
     """Return the windows of the groups of layers: a third of the runs have some."""
     return (None,) if seed % 90 < 60 else ((None, 3), (2, None, 7), (5, 1))[seed // 6 % 3]
+
+
+def _pages(seed: int) -> int:
+    """Return the number of pages of states: half of the runs have recurrent layers."""
+    return (0, 5, 12, 9, 0, 0)[seed // 6 % 6]
 
 
 def _method(seed: int) -> str:

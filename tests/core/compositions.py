@@ -4,10 +4,12 @@ from jpaged.core import block_pool, memory, planned_step
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
-from jpaged.core.memory import Memory, Rows
+from jpaged.core.memory import Memory
 from jpaged.core.past_outputs import PastOutputs
+from jpaged.core.plan import NO_STATE, NOWHERE
 from jpaged.core.planned_step import PlannedStep
 from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 from tests.core import planted
 
@@ -376,6 +378,148 @@ def _remembered_once_more(patch):
     patch.setattr(BlockPool, "_fill", lambda pool, node, block_ids: fill(pool, node, block_ids[::-1]))
 
 
+def _hit_without_state(patch):
+    """The longest text with keys and values is a hit, and its state is that of a beginning."""
+    match = BlockPool.match
+
+    def hopeful(pool, tokens, salt=""):
+        found = match(pool, tokens, salt)
+        if pool.num_pages and found.num_known > found.num_tokens > 0:
+            with patch.context() as within:
+                within.setattr(pool, "num_pages", 0)
+                found = match(pool, tokens, salt)._replace(page=found.page)
+        return found
+
+    patch.setattr(BlockPool, "match", hopeful)
+
+
+def _state_of_wrong_drafts(patch):
+    """A rejected draft stays in the state, as if a state could be cut like keys and values."""
+
+    def rewind(table, position):
+        while len(table.pages) > 1 and table.pages[-1][0] > position:
+            table.pool.free(table.pages.pop(-2)[1])
+            table.pages[-1] = max(position, table.pages[-2][0] + 1 if table.pages[1:] else 0), table.pages[-1][1]
+
+    patch.setattr(BlockTable, "rewind", lambda table, at: rewind(table, at) if at >= 0 else _free_pages(table))
+
+
+def _free_pages(table):
+    while table.pages:
+        table.pool.free(table.pages.pop()[1])
+
+
+def _state_before_drafts(patch):
+    """After drafts that were kept, the next step continues from the state before them."""
+
+    def earlier(entries, table, ends, kept, num_drafts, spare):
+        if num_drafts:
+            (position, first), *others = table.pages[-num_drafts - 1 :]
+            del table.pages[-num_drafts - 1 :]
+            table.pages += [(position, others[-1][1]), *((end, page) for end, page in others[:-1]), (ends[-1], first)]
+
+    _after(patch, BlockTable, "advance", earlier)
+
+
+def _state_of_last_owner(patch):
+    """A sequence begins with what its page holds from an earlier one."""
+
+    def stale(entries, *_):
+        for index, (read, written) in enumerate(entries):
+            if read == NO_STATE and written != NOWHERE:
+                entries[index] = written, written
+
+    _after(patch, BlockTable, "advance", stale)
+
+
+def _written_snapshot(patch):
+    """A cached state goes on in its page."""
+    advance = BlockTable.advance
+    forget = BlockPool.forget
+
+    def in_place(table, ends, kept, num_drafts, spare):
+        with patch.context() as within:
+            within.setattr(
+                BlockPool, "forget", lambda pool, page: None if page >= pool.num_blocks else forget(pool, page)
+            )
+            return advance(table, ends, (), num_drafts, spare)
+
+    patch.setattr(BlockTable, "advance", in_place)
+
+
+def _shared_state(patch):
+    patch.setattr(BlockTable, "needs_page", property(lambda table: not table.pages))
+
+
+def _state_in_flight(patch):
+    """A state is free while a step in flight reads it."""
+
+    def leave(entries, table, *_):
+        table.leave_pages(table.pages[-1][0])
+
+    _after(patch, BlockTable, "advance", leave)
+
+
+def _misplaced_state(patch):
+    """The state is put under the text of one block less."""
+    remember = BlockPool.remember_page
+
+    def misplace(pool, page, number):
+        parent = pool._nodes[number].parent
+        remember(pool, page, parent if isinstance(parent, int) else number)
+
+    patch.setattr(BlockPool, "remember_page", misplace)
+
+
+def _states_on_device(patch):
+    """Blocks move to the host and back, and states stay where they are."""
+    move = memory.move
+
+    def careless(tables, to):
+        tables = list(tables)
+        pages = [(table, list(table.pages)) for table in tables]
+        moved = move(tables, to)
+        for table, before in pages:
+            table.pages = [(position, page) for (position, _), (_, page) in zip(before, table.pages)]
+        return [pair for pair in moved if pair[1] < to.num_blocks]
+
+    patch.setattr(memory, "move", careless)
+
+
+def _state_of_old_parameters(patch):
+    """An update forgets blocks, and not states."""
+    keeps = Memory.keeps_state
+
+    def careless(memory, sequence, position):
+        epoch, sequence.epoch = sequence.epoch, memory.pool.epoch
+        kept = keeps(memory, sequence, position)
+        sequence.epoch = epoch
+        return kept
+
+    patch.setattr(Memory, "keeps_state", careless)
+    reset = BlockPool.reset_prefix_cache
+
+    def forgetful(pool):
+        nodes, children = dict(pool._nodes), dict(pool._children)
+        kept = [(block, block.node) for block in pool._blocks[pool.num_blocks :] if block.node]
+        reset(pool)
+        if kept:
+            pool._nodes.update(nodes)
+            pool._children.update(children)
+            for block, node in kept:
+                block.node = node
+
+    patch.setattr(BlockPool, "reset_prefix_cache", forgetful)
+
+
+def _state_of_impatient_leader(patch):
+    patch.setattr(Memory, "leads_to", lambda memory, sequence: None)
+
+
+def _more_pages(patch):
+    patch.setattr(PlannedStep, "_lacks_pages", lambda step, tables: False)
+
+
 # By composition. Those of `planted` show in one, too.
 FAULTS = {
     "chunk, prefix hit": _skipped_token,
@@ -427,6 +571,18 @@ FAULTS = {
     "groups, window, eviction": _lost_path,
     "groups, prefix hit, eviction": _stale_group,
     "groups, prefix hit": _remembered_once_more,
+    "state, prefix hit": _hit_without_state,
+    "state, wrong drafts": _state_of_wrong_drafts,
+    "state, right drafts": _state_before_drafts,
+    "state, end": _state_of_last_owner,
+    "state, prefix hit, copy": _written_snapshot,
+    "state, fork": _shared_state,
+    "state, copy, overlap": _state_in_flight,
+    "state, chunk": _misplaced_state,
+    "state, swap": _states_on_device,
+    "state, update": _state_of_old_parameters,
+    "state, fork, recompute": _state_of_impatient_leader,
+    "state, fork, beams": _more_pages,
     "past outputs, update": _old_outputs,
     "past outputs, update, overlap": _outputs_across_an_update,
     "past outputs, salt": _outputs_of_all,

@@ -5,7 +5,8 @@ import dataclasses
 from jpaged.core.block_pool import GONE, BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
-from jpaged.core.memory import Memory, Rows
+from jpaged.core.memory import Memory
+from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SEEDS = 90
 PARTS = (
     "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
-    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups",
+    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups", "state",
 )  # fmt: skip
 
 

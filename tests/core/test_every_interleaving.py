@@ -42,6 +42,7 @@ class Scenario(NamedTuple):
         drafts: how many drafts a sequence may have in a step.
         method: where they come from, as in `traffic.make`.
         windows: of the groups of layers.
+        pages: for states of recurrent layers.
     """
 
     blocks: int
@@ -56,6 +57,7 @@ class Scenario(NamedTuple):
     drafts: int = 0
     method: str = "ngram"
     windows: tuple[int | None, ...] = (None,)
+    pages: int = 0
 
 
 MODES = "recompute", "swap"
@@ -65,12 +67,20 @@ WINDOWED = [
     (6, 2, "recompute", ("beam", "told"), (3, 1)),
     (12, 1, "swap", ("one", "fork"), (None, 1, 3)),
 ]
+RECURRENT = [
+    (6, 1, "recompute", ("one", "fork"), (None,), 4),
+    (6, 1, "swap", ("one", "fork"), (None,), 5),
+    (6, 2, "recompute", ("beam", "told"), (None,), 4),
+    (8, 1, "swap", ("one", "fork"), (None, 2), 6),
+]
 SMALL = [
     *(Scenario(4, 2, mode, ("one", "fork"), drafts=2) for mode in MODES),
     Scenario(4, 2, "swap", ("one", "fork"), drafts=2, method="draft_model"),
     *(Scenario(*shape) for shape in itertools.product((2, 3), (1, 2), ("swap",))),
     *(Scenario(*shape) for shape in ((2, 2, "recompute"), (3, 1, "recompute"), (4, 1, "recompute"))),
     *(Scenario(*shape, windows=windows) for *shape, windows in WINDOWED),
+    *(Scenario(*shape, windows=windows, pages=pages) for *shape, windows, pages in RECURRENT),
+    Scenario(4, 2, "swap", ("one", "fork"), drafts=2, pages=4),
     Scenario(3, 2, "auto", distinct=True),
     Scenario(3, 2, "swap", distinct=True, policy="priority"),
 ]
@@ -97,6 +107,7 @@ class World:
             scenario.blocks, scenario.size, seqs=4, tokens=4, cache=scenario.cache,
             host=scenario.blocks * (scenario.mode != "recompute"), preemption=scenario.mode, policy=scenario.policy,
             drafts=scenario.drafts, method=scenario.method, windows=scenario.windows,
+            pages=scenario.pages,
             block_swap_cost=1.0,  # "auto" swaps only if some block holds more than one token
         )  # fmt: skip
         self.requests = []
@@ -138,7 +149,7 @@ class World:
             scheduler.abort(str(event))
 
     def check(self) -> None:
-        """Check every invariant, all blocks in use, swapped or cached, and ended requests."""
+        """Check every invariant, all blocks and states in use, swapped or cached, and ended requests."""
         scheduler, runner = self.scheduler, self.runner
         scheduler.check_invariants()
         for request in scheduler.requests.values():
@@ -148,6 +159,10 @@ class World:
                 for group, first in enumerate(sequence.table.first):
                     for i in range(first * scheduler.pool.block_size, len(text)):
                         assert memory[slot(sequence.table, i, group)] == (text[i], group), "it is not what was written"
+                states = runner.states if memory is runner.memory else runner.host_states
+                for position, page in sequence.table.pages[-1:] if len(text) == sequence.num_computed_tokens else ():
+                    found = states[page - sequence.table.pool.num_blocks]
+                    assert found[0] == text[position - 1], "the state is that of another text"
         traffic.assert_cache_is_true(scheduler, runner)
         for request in self.requests:
             if request.finished:
@@ -173,6 +188,7 @@ class World:
             return (
                 tuple(sequence.tokens), sequence.num_computed_tokens, sequence.finish_reason, leader, kind, row,
                 tuple(tuple(i if i == GONE else name(kind, i) for i in ids) for ids in sequence.table.block_ids),
+                tuple((position, name(kind, page)) for position, page in sequence.table.pages), sequence.known_until,
                 tuple(name("node", n) for n in sequence.nodes),
                 sequence.in_flight, sequence.pending, sequence.epoch == pool.epoch,
                 sequence.drafter and sequence.drafter.rests_until,
@@ -203,10 +219,7 @@ class World:
             tuple((name("row", a), name("row", b)) for a, b in told._copies.items()),
             tuple((name("row", row), chosen.token) for row, chosen in told._chosen.items()), scheduler._must_drain,
         )  # fmt: skip
-        free, block = [], pool._head.next
-        while block is not pool._head:
-            free.append(name("block", block.block_id))
-            block = block.next
+        free = [name("block", block.block_id) for each in (pool._free, pool._free_pages) for block in each]
         cache = []
         for kind, thing in list(names):
             if kind == "block" and (node := pool._blocks[thing].node) is not None:

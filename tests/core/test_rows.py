@@ -4,10 +4,10 @@ import pytest
 
 from jpaged.config import Limits
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.memory import Rows
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Chosen, Entry
 from jpaged.core.request import Request, Sequence
+from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
 
 LIMITS = Limits(64, 4, 64)

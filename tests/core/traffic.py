@@ -109,19 +109,21 @@ class CheckedScheduler(Scheduler):
 
 def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
-    method="ngram", windows=(None,), **options,
+    method="ngram", windows=(None,), pages=0, **options,
 ):  # fmt: skip
     """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
 
     Those of a draft model are those of `of_model`.
     """
     groups = {"windows": windows, "reach": 2 * tokens}
-    pool = BlockPool(blocks, size, enable_prefix_caching=cache, **groups)
-    host_pool = BlockPool(host, size, enable_prefix_caching=False, **groups) if host else None
+    pool = BlockPool(blocks, size, enable_prefix_caching=cache, num_pages=pages, **groups)
+    host_pages = min(pages, host)
+    host_pool = BlockPool(host, size, enable_prefix_caching=False, num_pages=host_pages, **groups) if host else None
     model = {"model": "any"} if method == "draft_model" else {}
     speculative_config = {"method": method, "num_speculative_tokens": drafts, **model} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
+    scheduler.memory._every = 4 * size
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 
 
@@ -206,6 +208,7 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
     scheduler.check_invariants()
     for pool in (scheduler.pool, scheduler.host_pool):
         assert pool is None or pool.num_used == 0, f"{pool.num_used} blocks are never given back"
+        assert pool is None or pool.num_free_pages == pool.num_pages, "pages are never given back"
     assert len(scheduler.rows.free) == scheduler.limits.max_num_seqs
 
 
@@ -216,7 +219,10 @@ def assert_cache_is_true(scheduler: Scheduler, runner: FakeRunner) -> None:
     for salt, parent, text in remembered:
         for node in pool._children.get(parent, ()):
             longer, count = [*text, *node.tokens], len(node.tokens)
-            for group, block in enumerate(node.blocks):
+            if pool.num_pages and (page := node.blocks[-1]) is not None:
+                state = digests(longer, salt)[-1], runner.version
+                assert runner.states[page.block_id - pool.num_blocks] == state, "the cache offers another state"
+            for group, block in enumerate(node.blocks[: len(pool.windows)]):
                 if block is not None:
                     slots = slice(block.block_id * size, block.block_id * size + count)
                     written = [(digest, group) for digest in digests(longer, salt)[-count:]]
@@ -234,6 +240,8 @@ def draw(rng: random.Random, scheduler: Scheduler, longest: int = 12):
             width -= 1
         else:
             prompt.pop()
+    if scheduler.pool.num_pages:
+        width = max(1, min(width, scheduler.pool.num_pages // 2))
     most = min(longest, room)
     max_tokens = rng.choice([most, rng.randint(1, most)])
     common = {

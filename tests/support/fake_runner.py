@@ -15,7 +15,7 @@ from jpaged.core.block_pool import GONE
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commands import UpdateParams
 from jpaged.core.params import MAX_TOP, BeamSearchParams
-from jpaged.core.plan import Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
+from jpaged.core.plan import CONTINUES, NO_STATE, NOWHERE, Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
 from jpaged.core.scheduler import Scheduler
 
 VOCAB = 50
@@ -135,6 +135,9 @@ class FakeRunner:
         self.version = 0  # of the parameters: who changes it resets the prefix cache
         self.versions: list[int | None] = [None] * (num_blocks * block_size)
         self.host_versions: list[int | None] = [None] * (num_host_blocks * block_size)
+        # Of each page: the digest of the text before it, and the version of the parameters.
+        self.states: list[tuple[int, int] | None] = [None] * scheduler.pool.num_pages
+        self.host_states: list[tuple[int, int] | None] = [None] * num_host_blocks
 
     def step(self, plan: StepPlan) -> StepResult:
         return self.dispatch(plan).result()
@@ -142,7 +145,16 @@ class FakeRunner:
     def dispatch(self, plan: StepPlan, make_masks: Callable | None = None) -> "Flying":
         self.num_steps += 1
         self._check_in_flight(plan)
+        first, first_on_host = self.scheduler.pool.num_blocks, len(self.host) // self.block_size
+        for source, place in itertools.chain.from_iterable(plan.swap_out):
+            assert (source >= first) == (place >= first_on_host), "a page is no block"
+            if source >= first:
+                self.host_states[place - first_on_host] = self.states[source - first]
+        for place, destination in plan.swap_in:
+            if destination >= first:
+                self.states[destination - first] = self.host_states[place - first_on_host]
         for pairs in plan.swap_out:
+            pairs = [pair for pair in pairs if pair[0] < first]
             self._copy(pairs, self.memory, self.host)
             self._copy(pairs, self.versions, self.host_versions)
             self._copy(pairs, self.of_output, self.host_of_output)
@@ -150,9 +162,10 @@ class FakeRunner:
         self._copy(plan.block_copies, self.versions, self.versions)
         self._copy(plan.block_copies, self.of_output, self.of_output)
         self.num_copies += len(plan.block_copies)
-        self._copy(plan.swap_in, self.host, self.memory)
-        self._copy(plan.swap_in, self.host_versions, self.versions)
-        self._copy(plan.swap_in, self.host_of_output, self.of_output)
+        swap_in = [pair for pair in plan.swap_in if pair[1] < first]
+        self._copy(swap_in, self.host, self.memory)
+        self._copy(swap_in, self.host_versions, self.versions)
+        self._copy(swap_in, self.host_of_output, self.of_output)
         self._change_rows(plan)
         self._check_versions(plan)
         written: dict[int, int] = {}
@@ -161,7 +174,7 @@ class FakeRunner:
         for index, (row, start, count, _) in enumerate(plan.rows):
             before = plan.rows[index - 1] if index else None
             follows = before is not None and (before.row, before.start + before.num_tokens) == (row, start)
-            assert row not in texts or (follows and count == 1), f"row {row} is scheduled twice"
+            assert row not in texts or follows, f"row {row} is scheduled twice"
             one_by_one = start + count <= self.rows[row].num_prompt or count == 1
             assert one_by_one or not self.scheduler.limits.exact, "tokens of the output are computed one by one"
             if index in drafts:
@@ -178,6 +191,8 @@ class FakeRunner:
                 written[slot] = row
                 self.memory[slot], self.versions[slot] = (texts[row][position], group), self.version
                 self.of_output[slot] = position >= self.rows[row].num_prompt
+        if plan.pages:
+            self._advance_states(plan, texts)
         forbidden: dict[int, list] = {}
         for row, banned in plan.masked:
             forbidden.setdefault(row, []).append(banned)
@@ -198,6 +213,7 @@ class FakeRunner:
     def recover(self) -> None:
         """Lose all content, as a runner whose donated arrays are gone."""
         self.memory, self.host = [None] * len(self.memory), [None] * len(self.host)
+        self.states, self.host_states = [None] * len(self.states), [None] * len(self.host_states)
         self.rows.clear()
         self.in_flight.clear()
 
@@ -208,6 +224,35 @@ class FakeRunner:
         """Lose all content: that of old parameters must not be read, so a reader finds nothing."""
         self.recover()
         self.version += 1
+
+    def _advance_states(self, plan: StepPlan, texts: dict[int, list[int]]) -> None:
+        """Let each row read the state of its text and write those after it. Rows run in any order."""
+        pool = self.scheduler.pool
+        admitted = {each.row for each in plan.admitted if not self._is_swapped(plan, each)}
+        readers, writers, found = dict[int, set[int]](), dict[int, int](), dict[int, tuple[int, int]]()
+        state = None
+        for (row, start, count, _), (read, written) in zip(plan.rows, plan.pages, strict=True):
+            text, salt = texts[row], self.rows[row].salt
+            before = text[start - 1] if start else None
+            if read == NO_STATE:
+                assert start == 0, f"position {start} continues from no state"
+            elif read != CONTINUES:
+                state = self.states[read]
+                readers.setdefault(read, set()).add(row)
+                assert state is not None and state[0] == before, f"a state of another text, at {start} ({salt!r})"
+                assert row not in admitted or state[1] == self.version, "a state is out of date"
+            else:
+                assert state is not None and state[0] == before, f"position {start} continues another text"
+            state = text[start + count - 1], self.version
+            if written != NOWHERE:
+                assert writers.setdefault(written, row) == row, f"two rows write page {written}"
+                assert pool.ref_count(pool.num_blocks + written) == 1, f"page {written} is shared"
+                assert not pool.is_cached(pool.num_blocks + written), f"page {written} is cached"
+                found[written] = state
+        for page, row in writers.items():
+            assert readers.get(page, set()) <= {row}, f"page {page} is read while another row writes it"
+        for page, each in found.items():
+            self.states[page] = each
 
     @property
     def num_groups(self) -> int:
@@ -230,13 +275,16 @@ class FakeRunner:
     def _check_versions(self, plan: StepPlan) -> None:
         """Check that blocks from the prefix cache were computed with the present parameters."""
         start = {scheduled.row: scheduled.start for scheduled in reversed(plan.rows)}  # drafts come last
-        swapped = {block for _, block in plan.swap_in}
         for admitted in plan.admitted:
-            if not swapped.intersection(itertools.chain.from_iterable(admitted.block_ids)):
+            if not self._is_swapped(plan, admitted):
                 end = start.get(admitted.row, 0)
                 for _, position, slot in self._seen(admitted.row, end, end):
                     found = self.versions[slot]
                     assert found == self.version, f"position {position} is of version {found}, not {self.version}"
+
+    def _is_swapped(self, plan: StepPlan, admitted: Admitted) -> bool:
+        """Whether a row returns from the host."""
+        return not {block for _, block in plan.swap_in}.isdisjoint(itertools.chain.from_iterable(admitted.block_ids))
 
     def _check_in_flight(self, plan: StepPlan) -> None:
         """Check that no other sequence holds the blocks of a write in flight."""
@@ -252,6 +300,16 @@ class FakeRunner:
                 assert block not in writers, f"block {block} is overwritten while a step in flight writes it"
             for block, _ in itertools.chain.from_iterable(plan.swap_out):
                 assert block not in writers, f"block {block} leaves while a step in flight writes it"
+            self._check_pages_in_flight(plan, earlier, moved)
+
+    def _check_pages_in_flight(self, plan: StepPlan, earlier: StepPlan, moved: list[int]) -> None:
+        """Check that no other sequence writes the pages that a step in flight reads or writes."""
+        first = self.scheduler.pool.num_blocks
+        used = {page: row.row for row, pages in zip(earlier.rows, earlier.pages) for page in pages if page >= 0}
+        for (row, *_), (_, written) in zip(plan.rows, plan.pages):
+            assert used.get(written, row) == row, f"page {written} is taken from a step in flight"
+        for block in (*moved, *(block for block, _ in itertools.chain.from_iterable(plan.swap_out))):
+            assert block - first not in used, f"page {block - first} moves while a step in flight uses it"
 
     def _change_rows(self, plan: StepPlan) -> None:
         before = dict(self.rows)

@@ -1,0 +1,69 @@
+"""Blocks of a memory: their references, the list of free ones, and the texts that they hold."""
+
+from collections.abc import Iterator
+
+# The prefix of a text: the node of the block before it, or, for a first block, the salt of its request.
+Parent = int | str
+
+
+class FreeList:
+    """Free blocks of one kind, in the order of their eviction.
+
+    Blocks are taken from its head. A block without cached content returns to the head, a cached one to the tail, so
+    that cached content is evicted in least-recently-used order. The list is doubly linked through the blocks
+    themselves, because a prefix hit takes a block out of its middle (as vLLM's FreeKVCacheBlockQueue does).
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._ends = Block(-1, self)  # sentinel of a circular list
+
+    def __iter__(self) -> Iterator["Block"]:
+        block = self._ends.next
+        while block is not self._ends:
+            yield block
+            block = block.next
+
+    @property
+    def head(self) -> "Block":
+        """The block that is evicted next; the list must not be empty."""
+        return self._ends.next
+
+    def add(self, block: "Block", *, last: bool) -> None:
+        """Add a block at the tail or at the head."""
+        before = self._ends if last else self._ends.next
+        block.previous, block.next = before.previous, before
+        before.previous.next = before.previous = block
+        self.size += 1
+
+    def remove(self, block: "Block") -> None:
+        """Remove a block, wherever it is."""
+        block.previous.next, block.next.previous = block.next, block.previous
+        self.size -= 1
+
+
+class Block:
+    """State of a block.
+
+    It has a place in the `free_list` of its kind while `ref_count` is 0, and in the prefix cache while it has a `node`.
+    It belongs to a group from its allocation on.
+    """
+
+    __slots__ = ("block_id", "free_list", "group", "next", "node", "previous", "ref_count")
+
+    def __init__(self, block_id: int, free_list: FreeList):
+        self.block_id, self.free_list = block_id, free_list
+        self.group = self.ref_count = 0
+        self.node: Node | None = None
+        self.previous: Block = self
+        self.next: Block = self
+
+
+class Node:
+    """Text of a block in the prefix cache, with the block of each group that holds it, or None."""
+
+    __slots__ = ("blocks", "number", "parent", "tokens")
+
+    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_groups: int):
+        self.number, self.parent, self.tokens = number, parent, tokens
+        self.blocks: list[Block | None] = [None] * num_groups

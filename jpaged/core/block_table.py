@@ -15,7 +15,7 @@ class BlockTable:
     `block_ids[group][i]` holds tokens `[i * block_size, (i + 1) * block_size)`. The lists are equally long and grow at
     their ends. Entries change only by copy-on-write, by moves to another pool, and where a window has passed them.
 
-    With recurrent layers, it also has the pages of states, each with the number of tokens before it, in their order. The
+    With recurrent layers, it has pages of states, too, each with the number of tokens before it, in their order. The
     last one is that of all scheduled tokens. Earlier ones are held until the commit of the steps that read them.
 
     Attributes:

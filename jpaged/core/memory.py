@@ -21,7 +21,8 @@ class Memory:
     Args:
         pool: blocks on the device.
         num_rows: maximum number of running sequences.
-        host_pool, preemption, block_swap_cost: as in `Scheduler`.
+        host_pool, preemption: as in `Scheduler`.
+        swap_costs: of a block and of a page, as in `Scheduler`.
         exact: tokens of outputs are computed one by one, also after a preemption, and are not in the prefix cache: they
             are attended in another order than tokens of prompts, which the same text may be later.
 
@@ -30,11 +31,11 @@ class Memory:
     """
 
     def __init__(
-        self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str, block_swap_cost: float,
-        exact: bool = False,
+        self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str,
+        swap_costs: tuple[float, float], exact: bool = False,
     ):  # fmt: skip
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
-        self.preemption, self.block_swap_cost, self.exact = preemption, block_swap_cost, exact
+        self.preemption, self.swap_costs, self.exact = preemption, swap_costs, exact
         self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
         self.leaving: set[Sequence] = set()
 
@@ -203,7 +204,8 @@ class Memory:
         if self.preemption == "recompute" or self.host_pool is None or any(s.leader for s in request.live):
             return False
         size, num_blocks = self.pool.block_size, self.num_held(request)
-        if not 0 < num_blocks <= self.host_pool.num_free or len(self._pages(request)) > self.host_pool.num_free_pages:
+        num_pages = len(self._pages(request))
+        if not 0 < num_blocks <= self.host_pool.num_free or num_pages > self.host_pool.num_free_pages:
             return False
         filled = [dict[int, int]() for _ in self.pool.windows]  # of each group, the tokens by block
         for sequence in request.live:
@@ -213,7 +215,8 @@ class Memory:
                     tokens = min(size, sequence.num_computed_tokens - index * size)
                     tokens_of[block_ids[index]] = max(tokens, tokens_of.get(block_ids[index], 0))
         recomputed = max(*(s.num_computed_tokens for s in request.live), *(sum(each.values()) for each in filled))
-        return self.preemption == "swap" or num_blocks * self.block_swap_cost < recomputed
+        block_cost, page_cost = self.swap_costs
+        return self.preemption == "swap" or num_blocks * block_cost + num_pages * page_cost < recomputed
 
     def remember(self, sequence: Sequence, num_computed_tokens: int, *, ended: bool = False) -> None:
         """Add the blocks that are full of computed tokens to the prefix cache, and the last one of an ended sequence.

@@ -51,6 +51,7 @@ class Scheduler:
         host_pool: room for swapped blocks, or None.
         preemption: "recompute", "swap" (where the host has room), or "auto", whichever costs less.
         block_swap_cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
+        page_swap_cost: likewise, of a page of states.
         tokens_beside_decodes: maximum tokens of a step in which some sequence is past its prompt, at least
             `max_num_seqs`; None: the limit of all steps. A long step makes such sequences wait.
         step_overhead: cost of a step without its tokens, in tokens that could be computed in that time. It limits the
@@ -80,6 +81,7 @@ class Scheduler:
         policy: str = "fcfs",
         preemption: str = "auto",
         block_swap_cost: float = 0.0,
+        page_swap_cost: float = 0.0,
         tokens_beside_decodes: int | None = None,
         step_overhead: float = math.inf,
         headroom: int = 0,
@@ -92,7 +94,8 @@ class Scheduler:
         self.tokens_beside_decodes = tokens_beside_decodes or limits.max_num_batched_tokens
         self.step_overhead, self.headroom = step_overhead, headroom
         self.drafting = Drafting(limits, pool, decode_costs, draft_model)
-        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, block_swap_cost, limits.exact)
+        swap_costs = block_swap_cost, page_swap_cost
+        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
         self.holds_new = False

@@ -10,8 +10,33 @@ from jax.sharding import Sharding
 from jpaged.models.config import ModelConfig
 
 # attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. Unless cos and sin are
-# None, it rotates q and k by them.
+# None, it rotates q and k by them. For recurrent layers, it has the ops of `Recur` as attributes.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+
+
+class Recur(Protocol):
+    """Ops of recurrent layers, each called once by a layer. They read and write the state of each sequence."""
+
+    def causal_conv(self, layer: int, x_tc: jax.Array, weight_cw: jax.Array, activation: str) -> jax.Array:
+        """Return the causal convolution of channels [T, C] by weights [C, W]."""
+
+    def delta_rule(
+        self, layer: int, q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decay_th: jax.Array,
+        beta_th: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """Return the outputs [T, H, V] of the gated delta rule, as `pallas_kernels.delta_rule`."""
+
+
+class LayerOps(NamedTuple):
+    """Attention and the ops of `Recur`, in one argument of a model."""
+
+    attend: Callable[..., jax.Array]
+    causal_conv: Callable[..., jax.Array]
+    delta_rule: Callable[..., jax.Array]
+
+    def __call__(self, *arguments: Any, **options: Any) -> jax.Array:
+        """Attend."""
+        return self.attend(*arguments, **options)
 
 
 class AttentionSpec(NamedTuple):
@@ -28,6 +53,26 @@ class AttentionSpec(NamedTuple):
     soft_cap: float | None = None
 
 
+class RecurrentSpec(NamedTuple):
+    """State of a recurrent layer with the gated delta rule: a matrix for each head, and the last inputs of a convolution.
+
+    Attributes:
+        num_heads: H, heads of values.
+        key_dim, value_dim: D and V, the shape of a head's matrix.
+        channels: C, of the convolution.
+        taps: W, inputs that a token's output depends on.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    taps: int
+
+
+LayerSpec = AttentionSpec | RecurrentSpec
+
+
 @runtime_checkable
 class Model(Protocol):
     """Interface of an `nnx.Module` that the engine can serve.
@@ -40,8 +85,8 @@ class Model(Protocol):
     config: ModelConfig
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Attention of each layer; a layer's number is its index here."""
+    def attention_specs(self) -> tuple[LayerSpec, ...]:
+        """Attention or recurrence of each layer; a layer's number is its index here."""
 
     def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
         """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""

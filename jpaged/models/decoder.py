@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jpaged.models.base import Attend, AttentionSpec, Place
+from jpaged.models.base import Attend, AttentionSpec, LayerSpec, Place, RecurrentSpec
 from jpaged.models.config import ModelConfig
+from jpaged.models.delta import GatedDeltaNet
 from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
 from jpaged.models.moe import MixtureOfExperts
@@ -34,9 +35,9 @@ class Attention(nnx.Module):
         d, h, variation = config.hidden_size, config.head_dim, config.variation
         linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
-        self.head_dim = h
+        self.head_dim, self.gated = h, variation.gated
         self.qk_norm = variation.qk_norm
-        self.q_proj = linear(d, n, ("heads", None))
+        self.q_proj = linear(d, n * (1 + self.gated), ("heads", None))
         self.k_proj = linear(d, k, ("kv_heads", None))
         self.v_proj = linear(d, k, ("kv_heads", None))
         self.o_proj = linear(n, d, (None, "heads"), bias=config.attention_bias and variation.output_bias)
@@ -54,6 +55,8 @@ class Attention(nnx.Module):
         else:
             projected = self.q_proj.together(x_td, self.k_proj, self.v_proj)
             q_tnh, k_tkh, v_tkh = (y_to.reshape(t, -1, self.head_dim) for y_to in projected)
+        if self.gated:  # each head's query is followed by its gate
+            q_tnh, gate_tnh = jnp.moveaxis(q_tnh.reshape(t, -1, 2, self.head_dim), 2, 0)
         if self.qk_norm is not None:
             q_tnh, k_tkh = self._normed(q_tnh, self.q_norm), self._normed(k_tkh, self.k_norm)
         cos = sin = None
@@ -62,7 +65,10 @@ class Attention(nnx.Module):
                 cos, sin = rotation
             else:  # `attend` rotates only whole heads
                 q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
-        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
+        o_tnh = attend(layer, q_tnh, k_tkh, v_tkh, cos, sin)
+        if self.gated:
+            o_tnh = o_tnh * jax.nn.sigmoid(gate_tnh)
+        return self.o_proj(o_tnh.reshape(t, -1))
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse the projections of queries, keys and values."""
@@ -100,10 +106,10 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Decoder layer: attention and MLP with their norms, each with a residual connection."""
+    """Decoder layer: attention or recurrence, and MLP, with their norms, each with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: DTypeLike, rngs: nnx.Rngs):
-        variation, experts = config.variation, config.variation.experts
+        variation, experts, recurrence = config.variation, config.variation.experts, config.variation.recurrence
         self.norms, self.multiplier = variation.norms, variation.residual_multiplier
 
         def add_norm(place: int) -> None:
@@ -111,7 +117,10 @@ class Layer(nnx.Module):
                 setattr(self, name, norm_of(config, config.hidden_size, dtype, rngs))
 
         add_norm(0)
-        self.self_attn = Attention(config, dtype, rngs)
+        if recurrence is not None and layer in recurrence.layers:
+            self.linear_attn = GatedDeltaNet(config, recurrence, dtype, rngs)
+        else:
+            self.self_attn = Attention(config, dtype, rngs)
         add_norm(1)
         add_norm(2)
         if experts is not None and layer not in experts.dense_layers:
@@ -122,7 +131,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
         """Return the hidden states [T, D] after the layer."""
-        y_td = self.self_attn(self._normed(0, x_td), rotation, layer, attend)
+        normed_td = self._normed(0, x_td)
+        if hasattr(self, "linear_attn"):
+            y_td = self.linear_attn(normed_td, layer, attend)
+        else:
+            y_td = self.self_attn(normed_td, rotation, layer, attend)
         x_td = x_td + _scaled(self._normed(1, y_td), self.multiplier)
         y_td = self.mlp(self._normed(2, x_td))
         return x_td + _scaled(self._normed(3, y_td), self.multiplier)
@@ -149,12 +162,9 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(d, v, ("vocab", None), bias=False, dtype=dtype, rngs=rngs)
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Causal attention of each layer, with its window."""
-        config, variation = self.config, self.config.variation
-        scale = config.head_dim**-0.5 if variation.scale is None else variation.scale
-        windows = variation.windows or (None,) * config.num_hidden_layers
-        return tuple(AttentionSpec(scale, window, variation.soft_cap) for window in windows)
+    def attention_specs(self) -> tuple[LayerSpec, ...]:
+        """Causal attention of each layer, with its window, or its recurrence."""
+        return layer_specs(self.config)
 
     def __call__(self, tokens_t: jax.Array, positions_t: jax.Array, attend: Attend) -> jax.Array:
         """Return the final hidden states [T, D] of tokens [T] int32 at positions [T] int32."""
@@ -167,7 +177,7 @@ class Decoder(nnx.Module):
             # In the dtype of the embedding: Gemma was trained with the factor rounded to it.
             x_td = x_td * jnp.asarray(variation.embedding_multiplier, x_td.dtype)
         for index, (layer, spec) in enumerate(zip(self.layers, self.attention_specs, strict=True)):
-            rotation_of_layer = rotation if spec.window is None else local
+            rotation_of_layer = local if isinstance(spec, AttentionSpec) and spec.window is not None else rotation
             x_td = layer(x_td, None if index in variation.no_rope else rotation_of_layer, index, attend)
         normed_td: jax.Array = self.norm(x_td)
         return normed_td
@@ -181,6 +191,19 @@ class Decoder(nnx.Module):
         if variation.final_soft_cap is not None:
             logits_sv = variation.final_soft_cap * jnp.tanh(logits_sv / variation.final_soft_cap)
         return logits_sv
+
+
+def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the attention or the recurrence of each layer of a decoder."""
+    variation, at = config.variation, config.variation.recurrence
+    scale = config.head_dim**-0.5 if variation.scale is None else variation.scale
+    specs: list[LayerSpec] = [
+        AttentionSpec(scale, window, variation.soft_cap)
+        for window in variation.windows or (None,) * config.num_hidden_layers
+    ]
+    for layer in at.layers if at else ():
+        specs[layer] = RecurrentSpec(at.num_value_heads, at.key_dim, at.value_dim, at.channels, at.taps)
+    return tuple(specs)
 
 
 def norm_of(config: ModelConfig, size: int, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> Norm:

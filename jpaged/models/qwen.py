@@ -1,10 +1,13 @@
-"""Qwen 2, 2.5 and 3: biases of queries, keys and values, norms of heads, and a mixture of experts."""
+"""Qwen 2 to 3.6: biases of queries, keys and values, norms of heads, a mixture of experts, recurrent layers."""
 
 from dataclasses import replace
 
 from jpaged.models.base import LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.variation import Experts, Hf, Variation, require, windows_of
+from jpaged.models.text_part import text_config
+from jpaged.models.variation import Experts, Hf, Recurrence, Variation, require, windows_of
+
+LINEAR, FULL = "linear_attention", "full_attention"  # types of layers
 
 
 class Qwen2Config(ModelConfig):
@@ -71,6 +74,58 @@ class Qwen3MoeConfig(Qwen3Config):
         sizes = count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
         # Transformers ignores this field for the mixture: a window is in every layer.
         return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=Experts(*sizes, dense))
+
+
+class Qwen35Config(Qwen3Config):
+    """The gated delta rule in three of four layers, and gates on the output of attention in the others."""
+
+    architecture = "Qwen3_5ForCausalLM"
+    model_type = "qwen3_5_text"
+    defaults = {
+        "vocab_size": 248_320, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }  # fmt: skip
+    reads = frozenset({"layer_types", "partial_rotary_factor"})
+
+    @classmethod
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
+        """Return the values of the fields. The three positions of a token of text are equal, so that one is enough."""
+        parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        if isinstance(parameters, dict):
+            rope = {name: value for name, value in parameters.items() if not name.startswith("mrope_")}
+            hf = hf | {"rope_parameters": rope, "rope_scaling": None}
+        return super().fields_of(hf, generation)
+
+    @classmethod
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return norms, gates and the recurrent layers."""
+        count, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+        require(type(interval) is int and interval >= 1, "full_attention_interval", "at least 1", repr(interval))
+        types = hf.get("layer_types")
+        if types is None:
+            types = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+        if not isinstance(types, list) or len(types) != count or not {*map(str, types)} <= {LINEAR, FULL}:
+            raise ValueError(f"layer_types: must be {LINEAR} or {FULL} for each of {count} layers, not {types!r:.100}")
+        if FULL not in types:
+            raise ValueError(f"layer_types: at least one layer must be {FULL}")
+        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        layers = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
+        recurrence = Recurrence(layers, *(hf[f"linear_{name}"] for name in sizes)) if layers else None
+        return Variation(qk_norm="head", unit_offset=True, gated=True, recurrence=recurrence)
+
+
+class Qwen35TextPartConfig(Qwen35Config):
+    """Text part of a multimodal Qwen 3.5 or 3.6."""
+
+    architecture = "Qwen3_5ForConditionalGeneration"
+    model_type = "qwen3_5"
+
+    @classmethod
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
+        """Return the values of the fields, from `text_config`."""
+        return super().fields_of(text_config(hf), generation)
 
 
 def moe_source(path: LeafPath, config: ModelConfig) -> LeafSource:

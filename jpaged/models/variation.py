@@ -154,6 +154,40 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """Gated delta rule instead of attention in some layers.
+
+    Attributes:
+        layers: layers without attention.
+        num_key_heads, num_value_heads: heads of keys, and of values, a multiple.
+        key_dim, value_dim: dims of a head of keys, and of values.
+        taps: inputs of the causal convolution.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+        sizes = self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim
+        for name, size in zip(names, sizes):
+            require(size >= 1, name, "at least 1", size)
+        require(self.taps >= 2, "linear_conv_kernel_dim", "at least 2", self.taps)
+        rule = f"a multiple of linear_num_key_heads ({self.num_key_heads})"
+        require(not self.num_value_heads % self.num_key_heads, "linear_num_value_heads", rule, self.num_value_heads)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Variation:
     """Differences between a decoder and Llama's.
 
@@ -173,6 +207,8 @@ class Variation:
         residual_multiplier: factor on the outputs of attention and MLP.
         logits_divisor: divisor of logits.
         experts: mixture of experts.
+        gated: whether the output of attention is multiplied by the sigmoid of a gate.
+        recurrence: gated delta rule in some layers.
     """
 
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -189,6 +225,8 @@ class Variation:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     experts: Experts | None = None
+    gated: bool = False
+    recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

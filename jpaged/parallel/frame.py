@@ -142,6 +142,7 @@ def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     rows, length, width = limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq
     _check("rows", plan.rows, limits.max_num_decodes, (rows, length, length + 1, rows + 1))
     _check("drafts", plan.drafts, limits.max_num_drafts, (len(plan.rows), tokens))
+    _check_length("pages", plan.pages, 0)  # models with recurrent layers run on one device
     _check_length("swap_out", plan.swap_out, rows)
     for pairs in plan.swap_out:
         _check("swap_out", pairs, host, (blocks, host))

@@ -43,6 +43,8 @@ class Batch(NamedTuple):
     # The buffer has the columns that the queries may see, from the block in `first_blocks` on. None: it has all.
     block_tables: tuple[Array, ...]
     first_blocks: tuple[Array | None, ...] = ()  # for each group of layers: [S] int32
+    reads: Array | None = None  # [S] int32, the pages of states that sequences continue from, as in plans
+    writes: Array | None = None  # [S] int32, the pages for their states after this step; None: no recurrent layers
     work: tuple[Any, ...] = ()  # lists of work of the attention kernels, for each window of the model
 
 
@@ -123,11 +125,12 @@ class Layout:
     Args:
         table_width: W, the maximum blocks of a sequence.
         windows: the window of each group of layers.
+        has_states: whether the model has recurrent layers.
     """
 
     def __init__(
         self, bucket: Bucket, table_width: int, make_work: MakeWork = lambda *_: (), *,
-        windows: Windows = (None,), block_size: int = 1,
+        windows: Windows = (None,), block_size: int = 1, has_states: bool = False,
     ):  # fmt: skip
         t, s = bucket.num_tokens, bucket.num_seqs
         self._decode, self._make_work, self._width = bucket.decode, make_work, table_width
@@ -137,6 +140,7 @@ class Layout:
         shapes = Batch(
             (), (t,), (t,), ((t,),) * len(windows), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS),
             tuple((s, width) for width in widths), tuple((s,) if width < table_width else None for width in widths),
+            *(((s,), (s,)) if has_states else ()),
         )  # fmt: skip
         zeros: Batch = jax.tree.map(partial(np.zeros, dtype=np.int32), shapes, is_leaf=_is_shape)
         arrays, self._tree = jax.tree.flatten(zeros._replace(work=make_work(zeros, bucket.decode, table_width)))
@@ -145,7 +149,7 @@ class Layout:
         self.size = starts[-1]
         self._padding = np.zeros(self.size, np.int32)
         batch = self.unpack(self._padding)
-        for slots_t in (*batch.slot_mapping, batch.targets):
+        for slots_t in (*batch.slot_mapping, batch.targets, *([batch.reads, batch.writes] if has_states else [])):
             slots_t[:] = -1
         batch.samples.view(ROW)[:] = NEUTRAL
         batch.num_tokens[...] = t
@@ -203,7 +207,7 @@ class Shapes:
     Args:
         table_width: W, the maximum blocks of a sequence.
         make_work: makes the lists of work of the attention kernels.
-        windows: the window of each group of layers.
+        windows, has_states: as in `Layout`.
 
     Attributes:
         layouts: layouts of the batches of each bucket.
@@ -214,10 +218,11 @@ class Shapes:
     def __init__(
         self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement,
         make_work: MakeWork = lambda *_: (), *, windows: Windows = (None,), block_size: int = 1,
+        has_states: bool = False,
     ):  # fmt: skip
         self.buckets, self._placement, self._num_words = buckets, placement, -(-vocab_size // 32)
         self._table_width, self._make_work = table_width, make_work
-        self._windows, self._block_size = windows, block_size
+        self._groups = dict(windows=windows, block_size=block_size, has_states=has_states)
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
         self.add(buckets.all)
@@ -226,9 +231,7 @@ class Shapes:
         """Add shapes of steps, which may run as soon as their arrays exist: another thread may be making batches."""
         for bucket in buckets:
             if bucket not in self.layouts:
-                self.layouts[bucket] = Layout(
-                    bucket, self._table_width, self._make_work, windows=self._windows, block_size=self._block_size
-                )
+                self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work, **self._groups)
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
@@ -290,6 +293,8 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.positions[:num_tokens] = position_t
     for slot_mapping, slots_t in zip(batch.slot_mapping, rows.slots(row_t, position_t)):
         slot_mapping[:num_tokens] = slots_t
+    if plan.pages:
+        batch.reads[:n], batch.writes[:n] = np.array(plan.pages, np.int32).T
     layouts[bucket].fill_work(batch)
     return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n, drafts_n))
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.stages import Lowered
 
-from jpaged.core.plan import StepPlan
-from jpaged.runtime.kv_cache import KVCache, Pool
+from jpaged.core.plan import Pairs, StepPlan
+from jpaged.runtime.kv_cache import KVCache, Pool, gather, scatter
 from jpaged.runtime.placement import Placement, form_of, padded, usable
+from jpaged.runtime.states import gather_pages, scatter_pages
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 
 
@@ -24,17 +25,20 @@ class BlockStore:
         cache: the layout of the pool.
         num_blocks: blocks of the pool; 0 before `allocate`.
         num_host_blocks: room on the host; 0: no swapping.
-        pool: the keys and values of each layer.
+        num_pages, num_host_pages: pages of states, on the device and on the host.
+        pool: the keys and values, and the states, of each layer.
         host: blocks of preempted requests, in the memory of the host.
+        host_pages: their pages.
     """
 
     def __init__(self, cache: KVCache, copy_sizes: Sequence[int], placement: Placement):
         self.cache, self.copy_sizes, self._placement = cache, copy_sizes, placement
-        self.num_blocks = self.num_host_blocks = 0
+        self.num_blocks = self.num_host_blocks = self.num_pages = self.num_host_pages = 0
         self._sized_by = ""
         self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)
         self.pool: Pool = []
-        self.host = HostBlocks(placement)
+        self.host = HostBlocks(placement, gather, scatter)
+        self.host_pages = HostBlocks(placement, gather_pages, scatter_pages)
 
     @property
     def block_bytes(self) -> int:
@@ -49,10 +53,12 @@ class BlockStore:
     @property
     def size(self) -> str:
         """Size of the pool in words."""
-        gib = self.num_blocks * self.block_bytes / 2**30
+        gib = (self.num_blocks * self.block_bytes + self.num_pages * self.cache.states.page_bytes) / 2**30
         return f"{gib:.2f} GiB" + " on each device" * (len(self._placement.local_devices) > 1)
 
-    def allocate(self, num_blocks: int, num_host_blocks: int, sized_by: str) -> None:
+    def allocate(
+        self, num_blocks: int, num_host_blocks: int, sized_by: str, num_pages: int = 0, num_host_pages: int = 0
+    ) -> None:
         """Allocate the pool.
 
         Args:
@@ -62,6 +68,7 @@ class BlockStore:
             ValueError: there is no memory for it.
         """
         self.num_blocks, self.num_host_blocks, self._sized_by = num_blocks, num_host_blocks, sized_by
+        self.num_pages, self.num_host_pages = num_pages, num_host_pages
         with self.exhaustion():
             self.recover()
 
@@ -81,12 +88,29 @@ class BlockStore:
 
         The order is: to the host, copies, from the host. So no block is overwritten before it is read.
         """
-        for blocks_of_request in plan.swap_out:
-            self.host.swap_out(self.pool, blocks_of_request)
+        for moved in plan.swap_out:
+            self._swap_out(moved)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         if plan.swap_in:
-            self.pool = self.host.swap_in(self.pool, plan.swap_in)
+            self._swap_in(plan.swap_in)
+
+    def _swap_out(self, moved: Pairs) -> None:
+        keys_and_values, states = self.cache.parts(self.pool)
+        first, first_on_host = self.num_blocks, self.num_host_blocks
+        if blocks := [pair for pair in moved if pair[0] < first]:
+            self.host.swap_out(keys_and_values, blocks)
+        if pages := [(source - first, place - first_on_host) for source, place in moved if source >= first]:
+            self.host_pages.swap_out(states, pages)
+
+    def _swap_in(self, moved: Pairs) -> None:
+        keys_and_values, states = self.cache.parts(self.pool)
+        first, first_on_host = self.num_blocks, self.num_host_blocks
+        if blocks := [pair for pair in moved if pair[1] < first]:
+            keys_and_values = self.host.swap_in(keys_and_values, blocks)
+        if pages := [(place - first_on_host, to - first) for place, to in moved if to >= first]:
+            states = self.host_pages.swap_in(states, pages)
+        self.pool = keys_and_values + states
 
     def warm_up(self, *, swaps: bool = True) -> None:
         """Compile every move, without moving a block. `swaps`: those to the host and back, too."""
@@ -94,29 +118,40 @@ class BlockStore:
             self._copy_blocks([(-1, -1)] * size)
         for size in TRANSFERS if swaps and self.num_host_blocks else ():
             self.swap_round_trip(size)
+        if swaps and self.num_host_pages:
+            page, on_host = self.num_blocks, self.num_host_blocks
+            self._swap_out(((page, on_host),))
+            self._swap_in(((on_host, page),))
 
     def lowered_swaps(self) -> Iterator[Lowered]:
         """Yield the functions of swaps as jax lowers them; none without room on the host."""
-        return self.host.lowered([form_of(array) for array in self.pool]) if self.num_host_blocks else iter(())
+        if not self.num_host_blocks:
+            return
+        keys_and_values, states = self.cache.parts([form_of(array) for array in self.pool])
+        yield from self.host.lowered(keys_and_values)
+        if states:
+            yield from self.host_pages.lowered(states)
 
     def swap_round_trip(self, count: int) -> Pool:
         """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""
-        self.host.swap_out(self.pool, [(0, i) for i in range(count)])
-        self.pool = self.host.swap_in(self.pool, [(i, 0) for i in range(count)])
+        self._swap_out(tuple((0, i) for i in range(count)))
+        self._swap_in(tuple((i, 0) for i in range(count)))
         return self.pool
 
     def drop(self) -> None:
         """Let go of all blocks, until `recover`."""
         self.pool = []
         self.host.clear()
+        self.host_pages.clear()
 
     def recover(self) -> None:
         """Allocate the pool again, empty, if it was dropped or a failed step has lost it; drop those on the host."""
         if not (self.pool and usable(self.pool)):
             for array in self.pool:
                 array.delete()  # The new pool may need the memory of the old one.
-            self.pool = self.cache.allocate(self.num_blocks, self._placement.pool)
+            self.pool = self.cache.allocate(self.num_blocks, self.num_pages, self._placement.pool)
         self.host.clear()
+        self.host_pages.clear()
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool = self._copy(self.pool, *self._placement.put(padded(copies, self.copy_sizes)))

@@ -12,13 +12,15 @@ from jax.sharding import Sharding
 
 from jpaged.config import Limits
 from jpaged.core.groups import Groups, group_layers, most_held
-from jpaged.models.base import AttentionSpec
+from jpaged.models.base import AttentionSpec, LayerSpec, RecurrentSpec
 from jpaged.models.config import ModelConfig
 from jpaged.models.variation import MAX_SIZE
 from jpaged.runtime.batch import Batch
+from jpaged.runtime.states import StateLayout
 from pallas_kernels import Kernels
 
-Pool = list[jax.Array]  # [k of place 0, v of place 0, k of place 1, ...], each [P, K, B, H]
+Pool = list[jax.Array]  # [k of place 0, v of place 0, k of place 1, ...], each [P, K, B, H], then `States`
+NO_PLACE = -1, -1  # of a layer without keys and values
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class KVCache:
         dtype: dtype of the pool.
         windows: the different windows of the model's layers.
         attention_dtype: dtype in which `attend` takes queries, keys and values; None: the one that all of a model have.
+        states: layout of the states of recurrent layers, which the pool has after keys and values.
     """
 
     groups: Groups
@@ -46,22 +49,27 @@ class KVCache:
     kernels: Kernels
     windows: tuple[int | None, ...] = (None,)
     attention_dtype: str | None = None
+    states: StateLayout = StateLayout(())
 
     @classmethod
     def of(
         cls, model: ModelConfig, block_size: int, dtype: str, kernels: Kernels,
-        windows: Sequence[int | None] = (), *, max_model_len: int = MAX_SIZE, attention_dtype: str | None = None,
+        specs: Sequence[LayerSpec] = (), *, max_model_len: int = MAX_SIZE, attention_dtype: str | None = None,
     ) -> "KVCache":  # fmt: skip
         """Return the layout for a model, with the head dim that the kernels take.
 
         Args:
-            windows: number of tokens that a query of each layer sees; None: all tokens; (): all in every layer.
+            specs: attention or recurrence of each layer; (): all layers attend to all tokens.
             max_model_len: maximum tokens of a sequence.
         """
-        windows = windows or (None,) * model.num_hidden_layers
-        groups, different = group_layers(windows, max_model_len), tuple(dict.fromkeys(windows))
-        heads, head_dim = model.num_key_value_heads, kernels.head_dim
-        return cls(groups, heads, block_size, head_dim, dtype, kernels, different, attention_dtype)
+        windows = [spec.window for spec in specs if isinstance(spec, AttentionSpec)]
+        recurrent = [(layer, spec) for layer, spec in enumerate(specs) if isinstance(spec, RecurrentSpec)]
+        groups = group_layers(windows or [None] * model.num_hidden_layers, max_model_len)
+        for layer, _ in recurrent:  # layers keep their numbers
+            groups = groups._replace(places=(*groups.places[:layer], NO_PLACE, *groups.places[layer:]))
+        heads, head_dim, different = model.num_key_value_heads, kernels.head_dim, tuple(dict.fromkeys(windows or [None]))
+        states = StateLayout(tuple(recurrent), kernels)
+        return cls(groups, heads, block_size, head_dim, dtype, kernels, different, attention_dtype, states)
 
     def make_work(self, batch: Batch, decode: bool, table_width: int) -> tuple[Any, ...]:
         """Return `Batch.work` of a batch with lengths: lists for each window, none if the kernels take no lists."""
@@ -87,13 +95,18 @@ class KVCache:
         """Return the shape of each array of a pool."""
         return num_blocks, self.num_kv_heads, self.block_size, self.head_dim
 
-    def allocate(self, num_blocks: int, sharding: Sharding) -> Pool:
+    def shapes(self, num_blocks: int, num_pages: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return the shape and the dtype of each array of a pool."""
+        keys_and_values = [(self.shape(num_blocks), self.dtype)] * (2 * self.groups.size)
+        return keys_and_values + [((num_pages, *shape), "float32") for shape in self.states.shapes]
+
+    def allocate(self, num_blocks: int, num_pages: int, sharding: Sharding) -> Pool:
         """Return a pool of zeros.
 
         It is not left uninitialised because an attention kernel may load a block's unwritten rows, and 0 * NaN is NaN.
         """
-        make = _maker(self.zeros_on(sharding) or jnp.zeros, self.shape(num_blocks), self.dtype, sharding)
-        return [make() for _ in range(2 * self.groups.size)]
+        zeros = self.zeros_on(sharding) or jnp.zeros
+        return [_maker(zeros, *each, sharding)() for each in self.shapes(num_blocks, num_pages)]
 
     def zeros_on(self, sharding: Sharding) -> Callable[[tuple[int, ...], str], jax.Array] | None:
         """Return `Kernels.zeros`, which run on one device; None on several."""
@@ -129,8 +142,14 @@ class KVCache:
         return cast(jax.Array, self.kernels.ragged_paged_attention(q_tnh, k, v, *layout, batch.cu_q_lens, **options))
 
     def copy(self, pool: Pool, sources_c: jax.Array, destinations_c: jax.Array) -> Pool:
-        """Copy whole blocks in all arrays; destination -1 copies nothing."""
-        return [self.kernels.copy_blocks(array, sources_c, destinations_c) for array in pool]
+        """Copy whole blocks in all arrays of keys and values; destination -1 copies nothing."""
+        keys_and_values, states = self.parts(pool)
+        return [self.kernels.copy_blocks(array, sources_c, destinations_c) for array in keys_and_values] + states
+
+    def parts(self, pool: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the arrays of keys and values, and those of states."""
+        count = 2 * self.groups.size
+        return pool[:count], pool[count:]
 
 
 def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:

@@ -34,11 +34,11 @@ class Lowering:
     last_tokens: jax.ShapeDtypeStruct
     hidden: tuple[int, str]
 
-    def forward(self, bucket: Bucket, num_blocks: int) -> Lowered:
+    def forward(self, bucket: Bucket, num_blocks: int, num_pages: int = 1) -> Lowered:
         """Return the model's part of a step with a pool of this size."""
-        cache = self.cache
-        array = jax.ShapeDtypeStruct(cache.shape(num_blocks), cache.dtype, sharding=self.placement.pool)
-        pool, buffer = [array] * (2 * cache.groups.size), self._whole((self.shapes.layouts[bucket].size,), "int32")
+        form = partial(jax.ShapeDtypeStruct, sharding=self.placement.pool)
+        pool = [form(*each) for each in self.cache.shapes(num_blocks, num_pages)]
+        buffer = self._whole((self.shapes.layouts[bucket].size,), "int32")
         return self.step.forward.lower(self.leaves, pool, self.last_tokens, buffer, bucket)
 
     def sampling(self, bucket: Bucket, settings: Settings) -> Lowered:
@@ -54,9 +54,9 @@ class Lowering:
         x_td, targets_t = self._whole((bucket.num_tokens, size), dtype), self._whole((bucket.num_tokens,), "int32")
         return self.step.score.lower(self.leaves, x_td, targets_t)
 
-    def all(self, bucket: Bucket, num_blocks: int) -> Iterator[Lowered]:
+    def all(self, bucket: Bucket, num_blocks: int, num_pages: int = 1) -> Iterator[Lowered]:
         """Yield all parts of a step, lowered one after the other."""
-        yield self.forward(bucket, num_blocks)
+        yield self.forward(bucket, num_blocks, num_pages)
         yield from (self.sampling(bucket, settings) for settings in self.step.settings)
         if not bucket.decode:
             yield self.scores(bucket)

@@ -84,17 +84,20 @@ class ModelRunner:
         logger.info("attention kernels: %s (%s)", kernels.name, kernels.reason)
         cache = KVCache.of(
             self.config, limits.block_size, pool_dtype(self.outputs.attention_dtype),
-            divide_kernels(kernels, placement), [spec.window for spec in model.attention_specs],
+            divide_kernels(kernels, placement), model.attention_specs,
             max_model_len=limits.max_model_len, attention_dtype=self.outputs.attention_dtype,
         )  # fmt: skip
-        windows, num_groups = cache.groups.windows, len(cache.groups.windows)
+        windows, num_groups, has_states = cache.groups.windows, len(cache.groups.windows), bool(cache.states.layers)
+        if has_states and placement.size > 1:
+            raise NotImplementedError("tensor_parallel_size: models with recurrent layers run on one device")
         multiplies = placement.size == 1 and kernels.multiplies
         self.pads = not (multiplies and kernels.skips_rows)
         buckets = Buckets(limits, padded=self.pads, least=kernels.implementation.least_rows if multiplies else 1)
         width = limits.blocks_per_seq
         self.shapes = Shapes(
-            buckets, width, self.vocab_size, placement, cache.make_work, windows=windows, block_size=limits.block_size
-        )
+            buckets, width, self.vocab_size, placement, cache.make_work, windows=windows, block_size=limits.block_size,
+            has_states=has_states,
+        )  # fmt: skip
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
             max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs,
@@ -256,11 +259,11 @@ class ModelRunner:
 
     def compile_later(self, buckets: Sequence[Bucket]) -> None:
         """Compile further shapes and swaps in the background. Steps have each shape as soon as it is compiled."""
-        lowering, shapes, num_blocks = self.lowering(), self.shapes, self.blocks.num_blocks
+        lowering, shapes, sizes = self.lowering(), self.shapes, (self.blocks.num_blocks, self.blocks.num_pages)
         swaps = self.blocks.lowered_swaps()
 
         def compile_shape(bucket: Bucket) -> None:
-            for lowered in lowering.all(bucket, num_blocks):
+            for lowered in lowering.all(bucket, *sizes):
                 lowered.compile()
             shapes.add([bucket])
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 
 from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.params import MAX_TOP
-from jpaged.models.base import Model
+from jpaged.models.base import AttentionSpec, LayerOps, Model
 from jpaged.models.layers import set_products
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.device_rows import SamplingState
@@ -40,25 +40,37 @@ def forward(
         kernels: the model's products are changed to theirs, without padding and, after the last attention, without
             the rows of tokens that have neither a sample nor a logprob.
     """
-    pool, specs = list(pool), model.attention_specs
+    (pool, states), specs = cache.parts(list(pool)), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
     def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
-        nonlocal wanted_t
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
+        spec = cast(AttentionSpec, specs[layer])
+        o_tnh = cache.attend(pool, layer, spec, batch, decode, qkv, angles).astype(dtype)
+        leave_rows(layer)
+        return o_tnh
+
+    def leave_rows(layer: int) -> None:
+        """Let products after the last layer's ops skip tokens that have neither a sample nor a logprob."""
+        nonlocal wanted_t
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)
-        return o_tnh
+
+    def recur(layer: int, *arguments: jax.Array) -> jax.Array:
+        o_thv = cache.states.recur(states, layer, batch, *arguments)
+        leave_rows(layer)
+        return o_thv
 
     def of_tokens(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return _of_rows(wanted_t, op, *args, **options)
 
     if kernels is not None:
         set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
-    return model(batch.tokens, batch.positions, attend), pool
+    convolve = lambda layer, *arguments: cache.states.convolve(states, layer, batch, *arguments)
+    x_td = model(batch.tokens, batch.positions, LayerOps(attend, convolve, recur))
+    return x_td, pool + states
 
 
 def model_options(platform: str, *, has_quantized_weights: bool) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """KV blocks in the host's memory, and their transfers in both directions, many blocks in one transfer."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.stages import Lowered
 
-from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.placement import Placement, padded
 
 # Numbers of blocks in one transfer. Other numbers are padded, because each shape needs an executable.
@@ -18,7 +17,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class _Chunk(NamedTuple):
-    """Blocks of one transfer, [A, C, K, B, H]: row i is host block `block_ids[i]`."""
+    """Blocks of one transfer, [A, C, ...]: row i is host block `block_ids[i]`."""
 
     blocks: jax.Array
     block_ids: list[int]
@@ -29,9 +28,13 @@ class HostBlocks:
 
     Blocks of one transfer are one array. The array is dropped when its blocks are swapped in, or when the id of any of
     them is reused. All blocks of a request are swapped together, so the others are not needed any more either.
+
+    Args:
+        gather: return blocks [A, C, ...] of some arrays.
+        scatter: return the arrays with such blocks at C destinations; destination -1 writes nothing.
     """
 
-    def __init__(self, placement: Placement):
+    def __init__(self, placement: Placement, gather: Callable[..., jax.Array], scatter: Callable[..., list[jax.Array]]):
         kinds = {memory.kind for memory in placement.device.addressable_memories()}
         self._placement = placement
         self._host = placement.blocks.with_memory_kind("pinned_host") if "pinned_host" in kinds else placement.blocks
@@ -68,8 +71,7 @@ class HostBlocks:
         """Yield the functions of all transfers as jax lowers them for a pool of these forms."""
         for size in TRANSFERS:
             ids_c = jax.ShapeDtypeStruct((size,), "int32", sharding=self._placement.whole)
-            _, *shape = pool[0].shape
-            blocks = jax.ShapeDtypeStruct((len(pool), size, *shape), pool[0].dtype, sharding=self._placement.blocks)
+            blocks = jax.eval_shape(self._gather, pool, ids_c).update(sharding=self._placement.blocks)
             yield self._gather.lower(pool, ids_c)
             yield self._scatter.lower(pool, blocks, ids_c)
 

@@ -116,11 +116,16 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
     config, limits, size = setup.resolved.config, setup.resolved.limits, setup.resolved.limits.block_size
     eos = eos_token_ids(setup.resolved.model, setup.tokenizer)
     make = partial(BlockPool, block_size=size, windows=measured.windows, reach=limits.max_tokens_in_flight)
-    pool = make(measured.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    host_pool = make(measured.num_host_blocks, enable_prefix_caching=False) if measured.num_host_blocks else None
+    pool = make(
+        measured.num_blocks, num_pages=measured.num_pages, enable_prefix_caching=config.enable_prefix_caching
+    )
+    host_pool = None
+    if measured.num_host_blocks:
+        host_pool = make(measured.num_host_blocks, num_pages=measured.num_host_pages, enable_prefix_caching=False)
     return Scheduler(
         pool, limits, vocab_size=setup.resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool,
         policy=config.scheduling_policy, preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,
+        page_swap_cost=measured.page_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
         decode_costs=measured.decode_costs, draft_model=draft_model,
     )  # fmt: skip

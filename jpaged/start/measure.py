@@ -48,6 +48,8 @@ class Measured(NamedTuple):
     Attributes:
         num_blocks: KV blocks on the devices.
         num_host_blocks: KV blocks on the host that preempted requests may be swapped to; 0: they are not swapped.
+        num_pages, num_host_pages: pages of the states of recurrent layers, likewise.
+        page_swap_cost: cost of moving a page, as `block_swap_cost`.
         windows: windows of the groups of layers.
         tokens_beside_decodes: maximum tokens of a step with decodes; None: the limit of all steps.
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
@@ -62,6 +64,9 @@ class Measured(NamedTuple):
     step_overhead: float
     block_swap_cost: float
     decode_costs: DecodeCosts
+    num_pages: int = 0
+    num_host_pages: int = 0
+    page_swap_cost: float = 0.0
 
 
 def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progress: bool = True) -> Measured:
@@ -95,8 +100,9 @@ def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progres
     if costs and (further := [bucket for bucket in ladders if bucket not in runner.shapes.buckets.all]):
         runner.compile_later(further)
     overhead, decodes = step_overhead(costs, platform), decode_costs(runner, limits, costs)
-    windows = runner.blocks.cache.groups.windows
-    return Measured(runner.blocks.num_blocks, num_host_blocks, windows, chunk, overhead, swap_cost, decodes)
+    blocks, windows = runner.blocks, runner.blocks.cache.groups.windows
+    pages = blocks.num_pages, blocks.num_host_pages, swap_cost * blocks.cache.states.page_bytes / blocks.block_bytes
+    return Measured(blocks.num_blocks, num_host_blocks, windows, chunk, overhead, swap_cost, decodes, *pages)
 
 
 def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progress: bool = True) -> StepCosts:

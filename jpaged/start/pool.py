@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpaged.config import EngineConfig
+from jpaged.models.decoder import layer_specs
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
@@ -18,6 +19,9 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start.resolve import Resolved, check_num_blocks
 from pallas_kernels import Kernels
+
+# Pages of states for each sequence: one that it writes, one that a step in flight reads, and two in the prefix cache.
+PAGES_PER_SEQUENCE = 4
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +40,16 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     """
     config, limits, blocks = resolved.config, resolved.limits, runner.blocks
     devices = runner.placement.local_devices
+    page_bytes, block_bytes = blocks.cache.states.page_bytes, blocks.block_bytes
+    pages_wanted = PAGES_PER_SEQUENCE * limits.max_num_seqs if page_bytes else 0
     wanted = limits.max_num_seqs * blocks.cache.most_blocks(limits)
-    num_host_blocks = min(int(config.swap_space * 2**30 // (blocks.block_bytes * len(devices))), wanted)
+    num_host_blocks = int(config.swap_space * 2**30 // (block_bytes * len(devices)))
+    num_host_blocks, num_host_pages = divide(num_host_blocks, block_bytes, page_bytes, limits.max_num_seqs)
+    num_host_blocks = min(num_host_blocks, wanted)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
     if num_blocks is None:
+        wanted += -(-pages_wanted * page_bytes // block_bytes)
         moved_bytes = 2 * TRANSFERS[-1] * blocks.block_bytes if num_host_blocks else 0
         num_blocks = fill_memory(
             runner, config.gpu_memory_utilization, wanted=wanted, moved_bytes=moved_bytes, beside=beside
@@ -50,13 +59,26 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
             reason = sized_by = "gpu_memory_utilization"
         else:
             reason = "enough for all sequences" if num_blocks == wanted else "a quarter of the memory, at most 4 GiB"
+    num_blocks, num_pages = divide(num_blocks, block_bytes, page_bytes, pages_wanted)
     check_num_blocks(limits, num_blocks, len(blocks.cache.groups.windows))
-    blocks.allocate(num_blocks, num_host_blocks, sized_by)
+    blocks.allocate(num_blocks, num_host_blocks, sized_by, num_pages, num_host_pages)
+    if num_pages:
+        logger.info("states of recurrent layers: %d pages of %.2f MiB, of the pool", num_pages, page_bytes / 2**20)
+    if 0 < num_pages < limits.max_num_seqs:
+        logger.warning("max_num_seqs: %d sequences have %d pages of states, so that some wait", limits.max_num_seqs, num_pages)
     used = "; a block takes memory once it is used" if blocks.is_lazy else ""
     logger.info(
         "KV pool: %d blocks of %d tokens (%s, %s): %s%s", num_blocks, limits.block_size, blocks.size,
         blocks.cache.dtype, reason, used,
     )  # fmt: skip
+
+
+def divide(num_blocks: int, block_bytes: int, page_bytes: int, pages_wanted: int) -> tuple[int, int]:
+    """Divide the memory of some blocks into blocks and pages of states, which take at most half of it."""
+    if not (num_blocks and page_bytes):
+        return num_blocks, 0
+    num_pages = max(1, min(pages_wanted, num_blocks * block_bytes // 2 // page_bytes))
+    return num_blocks - -(-num_pages * page_bytes // block_bytes), num_pages
 
 
 def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype: str) -> None:
@@ -70,7 +92,7 @@ def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype
     """
     config, limits = resolved.config, resolved.limits
     cache = KVCache.of(
-        resolved.model, limits.block_size, config.pool_dtype(dtype), kernels, resolved.model.variation.windows,
+        resolved.model, limits.block_size, config.pool_dtype(dtype), kernels, layer_specs(resolved.model),
         max_model_len=limits.max_model_len,
     )  # fmt: skip
     memory = available_memory(placement.local_devices)

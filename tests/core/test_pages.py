@@ -126,5 +126,5 @@ def test_a_request_that_needs_more_pages_than_there_are_is_refused(params, name)
 def test_the_interval_is_whole_blocks():
     for size in (1, 16, 24, 2048):
         pool = BlockPool(4, size, num_pages=1)
-        every = memory.Memory(pool, None, 4, "recompute", 0.0)._every
+        every = memory.Memory(pool, None, 4, "recompute", (0.0, 0.0))._every
         assert every >= memory.STATE_EVERY and every % size == 0 and every - size < memory.STATE_EVERY

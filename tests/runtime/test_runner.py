@@ -344,7 +344,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
     assert blocks != tokens and measure.block_swap_cost(runner, limits, costs) == 8.0
     monkeypatch.setattr(runner.blocks, "swap_round_trip", lambda count: 2.0 if count == blocks else 0.0)
     assert measure.block_swap_cost(runner, limits, costs) == 8.0 / blocks, "of the largest transfer"
-    assert llm.engine.scheduler.memory.block_swap_cost > 0, "the scheduler is given the measured cost"
+    assert llm.engine.scheduler.memory.swap_costs[0] > 0, "the scheduler is given the measured cost"
 
 
 def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):

@@ -46,7 +46,7 @@ async def smaller(loaded, num_blocks=None, max_num_batched_tokens=None, *, enabl
         replace(old.limits, max_num_batched_tokens=max_num_batched_tokens or old.limits.max_num_batched_tokens),
         vocab_size=old.vocab_size, eos_token_ids=old.eos_token_ids,
         host_pool=host and BlockPool(host.num_blocks, block_size, enable_prefix_caching=False),
-        preemption=old.memory.preemption, block_swap_cost=old.memory.block_swap_cost,
+        preemption=old.memory.preemption, block_swap_cost=old.memory.swap_costs[0],
     )  # fmt: skip
     engine = Engine(scheduler, loaded.engine.runner, loaded.engine.tokenizer, max_in_flight=2)
     try:

@@ -39,7 +39,7 @@ Every architecture is compared with transformers in float32 on random checkpoint
   (jax 0.12) expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by the
   matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with the
   number of experts. `jpaged plan` predicts that.
-- **Multimodal checkpoints** are refused, except Gemma 3's, of which the text part is served.
+- **Multimodal checkpoints** are refused, except those of Gemma 3 and Mistral 3, of which the text part is served.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.
 - **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -172,6 +173,8 @@ class Decoder(nnx.Module):
         frequencies = partial(inverse_frequencies, head_dim=config.head_dim)
         rotation = angles(positions_t, *frequencies(config.rope))
         local = rotation if variation.local_rope is None else angles(positions_t, *frequencies(variation.local_rope))
+        if variation.query_growth:
+            attend = _growing(attend, positions_t, config)
         x_td = self.embed_tokens(tokens_t)
         if variation.embedding_multiplier != 1:
             # In the dtype of the embedding: Gemma was trained with the factor rounded to it.
@@ -218,6 +221,16 @@ def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     """Rotate the first R dims of each head by cos and sin [T, R/2], half against half."""
     rotary_dim = 2 * cos.shape[1]
     return jnp.concatenate([rotate(x_tnh[..., :rotary_dim], cos, sin), x_tnh[..., rotary_dim:]], axis=-1)
+
+
+def _growing(attend: Attend, positions_t: jax.Array, config: ModelConfig) -> Attend:
+    """Return `attend` with queries multiplied by factors that grow with their positions."""
+    original = config.rope.original_max_position_embeddings
+    steps = np.arange(1 + config.context_length // original)
+    factors = (1 + config.variation.query_growth * np.log1p(steps)).astype(np.float32)
+    factors_t = jnp.asarray(factors)[positions_t // original]
+
+    return lambda layer, q_tnh, *others: attend(layer, q_tnh * factors_t[:, None, None].astype(q_tnh.dtype), *others)
 
 
 def _scaled(x_td: jax.Array, multiplier: float) -> jax.Array:

@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 
-from jpaged.models import base
-from jpaged.models.base import LeafPath, LeafSource, same_name
 from jpaged.models.config import ModelConfig
-from jpaged.models.variation import Hf, RopeConfig, Variation, require, windows_of
-
-PREFIX = "language_model."  # of the text part's tensors in a multimodal checkpoint
+from jpaged.models.text_part import text_config
+from jpaged.models.variation import Hf, RopeConfig, Variation, require, split_rope, windows_of
 
 
 class Gemma2Config(ModelConfig):
@@ -64,12 +61,7 @@ class Gemma3Config(Gemma2Config):
     @classmethod
     def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields."""
-        # Newer files have the two rotary embeddings in `rope_parameters`, by the type of layer.
-        parameters = hf.get("rope_parameters") or {}
-        if isinstance(parameters, dict) and "full_attention" in parameters:
-            local = parameters.get("sliding_attention") or {}
-            hf = hf | {"rope_parameters": parameters["full_attention"], "local_rope_parameters": local}
-        return super().fields_of(hf, generation)
+        return super().fields_of(split_rope(hf), generation)
 
     @classmethod
     def variation_of(cls, hf: Hf) -> Variation:
@@ -88,27 +80,4 @@ class Gemma3TextPartConfig(Gemma3Config):
     @classmethod
     def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
         """Return the values of the fields, from `text_config`."""
-        text = hf.get("text_config")
-        if not isinstance(text, dict):
-            raise ValueError("config.json lacks text_config")
-        names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-        return super().fields_of({name: hf[name] for name in names if name in hf} | text, generation)
-
-
-def text_part_source(path: LeafPath, config: ModelConfig) -> LeafSource:
-    """Return the place of a leaf of the text part."""
-    (part,), _ = same_name(path, config)
-    return LeafSource((part._replace(name=PREFIX + part.name),))
-
-
-def text_part_name(name: str) -> str:
-    """Return the name of a tensor of the text part as in Google's checkpoints; transformers 5 may write others."""
-    if name.startswith("model." + PREFIX):
-        return f"{PREFIX}model.{name.removeprefix('model.' + PREFIX)}"
-    return PREFIX + name if name == "lm_head.weight" else name
-
-
-def is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is not used: it belongs to the images' part, or follows from others."""
-    parts = ("vision_tower.", "multi_modal_projector.")
-    return name.removeprefix("model.").startswith(parts) or base.is_derived(name.removeprefix(PREFIX), config)
+        return super().fields_of(text_config(hf), generation)

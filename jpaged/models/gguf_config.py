@@ -31,13 +31,15 @@ OPTIONAL = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-# Fields that no supported architecture has with other values.
+# Fields that most architectures have with no other values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "attention.temperature_scale": (0,), "use_parallel_residual": (False,),
     "expert_shared_count": (0,), "expert_shared_feed_forward_length": (0,), "expert_group_count": (0, 1),
     "expert_gating_func": (1, 0), "expert_weights_scale": (0, 1), "leading_dense_block_count": (0,),
     "rope.scaling.yarn_ext_factor": (1, -1), "nextn_predict_layers": (0,),
 }  # fmt: skip
+# Fields above that an architecture has with other values.
+READS = {"mistral3": ("attention.temperature_scale",)}
 END_OF_TURN = (  # texts of tokens that end an answer, which most files do not mark in another way
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
@@ -76,6 +78,8 @@ def _common(file: GgufFile) -> Hf:
         if f"{file.architecture}.{name}" not in file.fields:
             file.fail(f"{file.architecture}.{name}", "is missing")
     for name, accepted in NEUTRAL.items():
+        if name in READS.get(file.architecture, ()):
+            continue
         if (value := file.fields.get(full := f"{file.architecture}.{name}", accepted[0])) not in accepted:
             file.fail(full, f"{value!r:.100} is not supported; supported: {', '.join(map(str, accepted))}")
     embedding = file.tensors.get("token_embd.weight")
@@ -189,18 +193,42 @@ def _gemma2(file: GgufFile, hf: Hf) -> Hf:
 
 def _gemma3(file: GgufFile, hf: Hf) -> Hf:
     """Gemma 3. Layers with a window have an unscaled rotary embedding with a base of their own."""
-    layers, pattern = hf["num_hidden_layers"], "gemma3.attention.sliding_window_pattern"
+    layers = hf["num_hidden_layers"]
     local: Hf = {"query_pre_attn_scalar": _scalar(file, hf, 62), "rope_local_base_freq": 1e4}
     if (base := _value(file, "rope.freq_base_swa")) is not None:
         local["rope_local_base_freq"] = base
     if "sliding_window" not in hf:
         local |= {"sliding_window": MAX_SIZE, "layer_types": ["full_attention"] * min(layers, MAX_LAYER_TYPES)}
-    elif file.length(pattern) is not None:
-        windowed = file.items(pattern) or []
-        local["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
+    elif (types := _layer_types(file)) is not None:
+        local["layer_types"] = types
     else:
-        local["sliding_window_pattern"] = file.number(pattern, 6)
+        local["sliding_window_pattern"] = file.number("gemma3.attention.sliding_window_pattern", 6)
     return _named("Gemma3ForCausalLM", "gemma3_text")(file, hf | local)
+
+
+def _layer_types(file: GgufFile) -> list[str] | None:
+    """Return the types of layers by the list that says which have a window; None: there is none."""
+    pattern = f"{file.architecture}.attention.sliding_window_pattern"
+    if file.length(pattern) is None:
+        return None
+    return ["sliding_attention" if each else "full_attention" for each in file.items(pattern) or []]
+
+
+def _olmo2(file: GgufFile, hf: Hf) -> Hf:
+    """OLMo 2, and OLMo 3 if it has windows. Layers with a window have an unscaled rotary embedding."""
+    if "sliding_window" not in hf:
+        return _named("Olmo2ForCausalLM", "olmo2")(file, hf)
+    local = {"rope_theta": _value(file, "rope.freq_base_swa", hf["rope_theta"])}
+    return _named("Olmo3ForCausalLM", "olmo3", layer_types=_layer_types(file), local_rope_parameters=local)(file, hf)
+
+
+def _mistral3(file: GgufFile, hf: Hf) -> Hf:
+    """Ministral 3, and Mistral Small 3 if queries do not grow with their position."""
+    if not (growth := _value(file, "attention.temperature_scale", 0)):
+        return _named("MistralForCausalLM", "mistral")(file, {"sliding_window": None} | hf)
+    scaling = hf.get("rope_scaling") or {"original_max_position_embeddings": hf["max_position_embeddings"]}
+    hf["rope_scaling"] = scaling | {"llama_4_scaling_beta": growth}
+    return _named("Ministral3ForCausalLM", "ministral3")(file, hf)
 
 
 def _scalar(file: GgufFile, hf: Hf, layers_of_27b: int) -> float:
@@ -224,13 +252,14 @@ def _granite(file: GgufFile, hf: Hf) -> Hf:
 MAX_LAYER_TYPES = 1024
 ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "qwen2": _named("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _named("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
-    "olmo2": _named("Olmo2ForCausalLM", "olmo2"),
+    "olmo2": _olmo2,
     "granite": _granite,
     "smollm3": _named("SmolLM3ForCausalLM", "smollm3"),
 }

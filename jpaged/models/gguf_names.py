@@ -16,7 +16,7 @@ from jpaged.models.gguf_tensor import GgufWeight, Scales
 from jpaged.models.safetensors_files import StoredTensor
 
 # Architectures whose rotary embedding turns adjacent dims in llama.cpp: rows of queries and keys lie in that order.
-ADJACENT = ("llama", "granite", "smollm3")
+ADJACENT = ("llama", "mistral3", "granite", "smollm3")
 WITH_OFFSET = ("gemma2", "gemma3")  # their norms are stored as the factor 1 + weight
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+\.weight)")
 QUERIES_OR_KEYS = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")

@@ -1,9 +1,11 @@
-"""Llama, and the architectures that are its decoder with few differences: OLMo 2, Granite, SmolLM3, Mistral, Phi-3."""
+"""Llama and architectures with small differences from it: OLMo 2 and 3, Granite, SmolLM3, Mistral, Phi-3."""
+
+from dataclasses import replace
 
 from jpaged.models.base import LeafPath, LeafSource, Part, same_name
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
-from jpaged.models.variation import Experts, Hf, Variation, windows_of
+from jpaged.models.variation import Experts, Hf, RopeConfig, Variation, split_rope, windows_of
 
 
 class Llama(Decoder):
@@ -22,6 +24,28 @@ class Olmo2Config(ModelConfig):
         """Return the norms."""
         norms = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
         return Variation(norms=norms, qk_norm="projection")
+
+
+class Olmo3Config(Olmo2Config):
+    """OLMo 2 with a window in three of four layers. The scaling of the rotary embedding is for the other layers."""
+
+    architecture = "Olmo3ForCausalLM"
+    model_type = "olmo3"
+    defaults = Olmo2Config.defaults | {"rope_theta": 5e5, "sliding_window": 4096}
+    reads = frozenset({"sliding_window", "layer_types"})
+
+    @classmethod
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
+        """Return the values of the fields."""
+        return super().fields_of(split_rope(hf), generation)
+
+    @classmethod
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return the norms and the windows, with the rotary embedding of their layers."""
+        types = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(hf["num_hidden_layers"])]
+        parameters = {"rope_theta": hf["rope_theta"]} | hf.get("local_rope_parameters", {})
+        local = RopeConfig.from_hf({"rope_parameters": parameters})
+        return replace(super().variation_of(hf), windows=windows_of(hf, types), local_rope=local)
 
 
 class GraniteConfig(ModelConfig):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, llama, opt, qwen
+from jpaged.models import gemma, llama, mistral, opt, qwen, text_part
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
@@ -30,6 +30,19 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="mixture of experts, sliding window",
     ),
     Architecture(
+        mistral.MinistralConfig, Decoder, examples=("mistralai/Ministral-8B-Instruct-2410",),
+        features="sliding windows in some layers",
+    ),
+    Architecture(
+        mistral.Ministral3Config, Decoder, examples=("mistralai/Ministral-3-8B-Instruct-2512",),
+        features="queries that grow with their position",
+    ),
+    Architecture(
+        mistral.Mistral3TextPartConfig, Decoder, text_part.source, text_part.is_derived, text_part.rename,
+        examples=("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Mistral-Small-3.2-24B-Instruct-2506"),
+        features="the text part, a Mistral or a Ministral 3; no images",
+    ),
+    Architecture(
         qwen.Qwen2Config, Decoder, examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2-0.5B"),
         features="biases of queries, keys and values; sliding windows",
     ),
@@ -49,7 +62,7 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="windows in most layers, a rotary embedding of their own, norms of heads",
     ),
     Architecture(
-        gemma.Gemma3TextPartConfig, Decoder, gemma.text_part_source, gemma.is_derived, gemma.text_part_name,
+        gemma.Gemma3TextPartConfig, Decoder, text_part.source, text_part.is_derived, text_part.rename,
         examples=("google/gemma-3-4b-it", "google/gemma-3-27b-it"), features="the text part; no images",
     ),
     Architecture(
@@ -60,6 +73,10 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
     Architecture(
         llama.Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
         features="norms after attention and MLP, norms of all queries and keys",
+    ),
+    Architecture(
+        llama.Olmo3Config, Decoder, examples=("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-1125-32B"),
+        features="windows in most layers, a rotary embedding of their own, norms as in OLMo 2",
     ),
     Architecture(
         llama.GraniteConfig, Decoder,
@@ -129,5 +146,5 @@ def _unsupported(name: str, hf: Hf | None = None) -> str:
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
     error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
     if any(field in (hf or {}) for field in ("vision_config", "audio_config", "thinker_config")):
-        error += "; of multimodal models, only the text part of Gemma 3 is supported"
+        error += "; of multimodal models, only the text parts of Gemma 3 and Mistral 3 are supported"
     return error

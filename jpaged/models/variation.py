@@ -127,6 +127,19 @@ def _parameters(hf: Hf) -> Hf:
     return outer | parameters
 
 
+def split_rope(hf: Hf) -> Hf:
+    """Return a config.json's content with `rope_parameters` of layers that see all tokens.
+
+    Files of transformers 5 have them by the type of layer. Those of layers with a window become
+    `local_rope_parameters`.
+    """
+    parameters = hf.get("rope_parameters")
+    if not isinstance(parameters, dict) or "full_attention" not in parameters:
+        return hf
+    local = parameters.get("sliding_attention") or {}
+    return hf | {"rope_parameters": parameters["full_attention"], "local_rope_parameters": local}
+
+
 @dataclass(frozen=True)
 class Experts:
     """Mixture of experts instead of the MLP of some layers.
@@ -201,6 +214,8 @@ class Variation:
         local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
         scale: factor on q·k; None: head_dim ** -0.5.
+        query_growth: g where the query at position p of an original context of c tokens has the factor
+            1 + g * log(1 + floor(p / c)).
         soft_cap: c where attention scores x become c * tanh(x / c).
         final_soft_cap: soft cap of logits.
         embedding_multiplier: factor on embeddings.
@@ -219,6 +234,7 @@ class Variation:
     local_rope: RopeConfig | None = None
     no_rope: tuple[int, ...] = ()
     scale: float | None = None
+    query_growth: float = 0.0
     soft_cap: float | None = None
     final_soft_cap: float | None = None
     embedding_multiplier: float = 1.0

@@ -35,7 +35,9 @@ SEVERAL_SHAPES = ("gemma2", "gemma3", "opt-350m")
 ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
+    "olmo3", "ministral", "ministral3-window",
 )  # fmt: skip
+TEXT_PARTS = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}  # decoders of other architectures
 
 
 def usual(*names: str) -> list:
@@ -71,7 +73,7 @@ def test_every_architecture_has_two_cases():
     del counts["LlamaForCausalLM"]  # test_logits.py
     assert min(counts.values()) >= 2, counts
     usually = {CASES[name]["architectures"][0] for name in SEVERAL_SHAPES + ONE_SHAPE}
-    assert usually == counts.keys() - {"Gemma3ForConditionalGeneration"}
+    assert usually == counts.keys() - TEXT_PARTS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,8 +125,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
         faults["window"] = changed(config, windows=tuple(window and window + 1 for window in variation.windows))
         faults["no window"] = changed(config, windows=())
     neutral = dict(
-        local_rope=None, no_rope=(), scale=None, soft_cap=None, final_soft_cap=None, embedding_multiplier=1.0,
-        residual_multiplier=1.0, logits_divisor=1.0,
+        local_rope=None, no_rope=(), scale=None, query_growth=0.0, soft_cap=None, final_soft_cap=None,
+        embedding_multiplier=1.0, residual_multiplier=1.0, logits_divisor=1.0,
     )  # fmt: skip
     for name, value in neutral.items():
         if getattr(variation, name) != value:
@@ -135,7 +137,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
         for name, value in further.items():
             faults[name] = changed(config, experts=dataclasses.replace(experts, **{name: value}))
     if config.rope.type != "default":
-        rope = RopeConfig(theta=config.rope.theta, partial_rotary_factor=config.rope.partial_rotary_factor)
+        kept = ("theta", "partial_rotary_factor", "original_max_position_embeddings")
+        rope = RopeConfig(**{name: getattr(config.rope, name) for name in kept})
         faults["rope"] = dataclasses.replace(config, rope=rope)
     if config.rope.type == "longrope":
         rope = dataclasses.replace(config.rope, is_long=not config.rope.is_long)
@@ -210,9 +213,10 @@ def test_page_of_models_is_generated_from_the_registry():
     assert all(architecture.examples and architecture.features for architecture in registry.architectures())
 
 
-def test_tensors_of_a_multimodal_checkpoint_have_either_form_of_names(tmp_path):
+@pytest.mark.parametrize("name", ["gemma3-text-part", "mistral3-text-part"])
+def test_tensors_of_a_multimodal_checkpoint_have_either_form_of_names(name, tmp_path):
     """Images' tensors are not read, and transformers 5 names the text part's otherwise."""
-    tensors = write(tmp_path, CASES["gemma3-text-part"])
+    tensors = write(tmp_path, CASES[name])
     renamed = {
         name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): x
         for name, x in tensors.items()

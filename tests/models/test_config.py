@@ -112,8 +112,8 @@ def test_other_architectures_are_refused_by_name(changes, told, tmp_path):
 @pytest.mark.parametrize(
     "changes, closest",
     [
-        ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "Qwen3MoeForCausalLM"),
-        ({"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}, "Olmo2ForCausalLM"),
+        ({"architectures": ["Qwen4MoeForCausalLM"], "model_type": "qwen4_moe"}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}, "Olmo3ForCausalLM"),
         ({"architectures": None, "model_type": "x" * 10_000}, ".*ForC.*"),
     ],
 )
@@ -124,9 +124,10 @@ def test_the_error_of_another_architecture_names_the_closest(changes, closest, t
 
 
 def test_multimodal_models_are_refused(tmp_path):
-    names = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    names = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(names | {"text_config": BASE, "vision_config": {}}))
-    with pytest.raises(ValueError, match=r"; of multimodal models, only the text part of Gemma 3 is supported$"):
+    told = r"; of multimodal models, only the text parts of Gemma 3 and Mistral 3 are supported$"
+    with pytest.raises(ValueError, match=told):
         read_config(tmp_path)
 
 
@@ -154,6 +155,8 @@ def test_multimodal_models_are_refused(tmp_path):
         ("mistral", {"num_hidden_layers": "3"}, "num_hidden_layers: must be a whole number, not '3'"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine: only true is supported"),
         ("gemma3-text-part", {"text_config": None}, "config.json lacks text_config"),
+        ("mistral3-text-part", {"text_config": {"model_type": "qwen3"}}, "text_config: model_type 'qwen3' is not supp"),
+        ("ministral3", {"rope_parameters": {"rope_theta": 1e4}}, "needs llama_4_scaling_beta, original_max_position"),
     ],
 )
 def test_values_that_an_architecture_does_not_support_are_named(case, changes, words, tmp_path):

@@ -28,6 +28,7 @@ CASES = {
     **{name: checkpoints.CASES[name] for name in ("llama2", "gqa-tied", "biases", "linear", "yarn", *LLAMA3)},
     **{name: architectures.CASES[name] for name in (
         "mistral", "qwen2", "qwen3", "phi3-short", "phi3-long", "phi3-window", "olmo2", "granite", "qwen3-moe",
+        "olmo3", "olmo3-types", "ministral3",
     )},
     "mixtral": architectures.CASES["mixtral"] | {"rope_theta": 1e6},
     # The size of heads is the scalar, except in models of 27B.
@@ -60,7 +61,9 @@ def case(request, tmp_path_factory):
 
 def test_every_architecture_but_opt_is_written():
     written = {hf["architectures"][0] for hf in CASES.values()}
-    others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration"}  # the latter is Gemma3ForCausalLM in GGUF
+    # Text parts have the names of their decoders in GGUF, and llama.cpp has no windows of Ministral.
+    others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
+    others |= {"MinistralForCausalLM"}
     assert {each.config.architecture for each in registry.architectures()} == written | others
 
 

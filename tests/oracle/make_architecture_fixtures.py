@@ -1,5 +1,6 @@
 """Writes tests/fixtures/architectures.npz, logits and greedy tokens of transformers in float32 for every architecture,
-and architectures.json, the config.json of each as transformers 5 writes it.
+and architectures.json, the config.json of each as transformers 5 writes it. With the names of cases, only these are
+made again, and the others stay.
 
 Transformers reads the same checkpoints as jpaged: config.json and safetensors by their names on the hub. Needs torch:
 
@@ -20,15 +21,22 @@ CONFIGS = FIXTURE.with_suffix(".json")
 MIN_MARGIN = 5e-4  # between the best two tokens: greedy tokens then do not depend on rounding
 
 
+def model_class(config: dict):
+    """Transformers' class of a model. A multimodal model is no AutoModelForCausalLM."""
+    import transformers
+
+    return getattr(transformers, config["architectures"][0])
+
+
 def write(directory: Path, config: dict, tensor) -> None:
     """A checkpoint with the tensors that transformers writes for such a model."""
     import torch
     from safetensors import safe_open
     from safetensors.numpy import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     (directory / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model = model_class(config)._from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     model.save_pretrained(directory / "names")
     with safe_open(directory / "names" / "model.safetensors", "numpy") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -39,12 +47,11 @@ def write(directory: Path, config: dict, tensor) -> None:
 def run(config: dict, tensor, prompt: list[int], new_tokens: int, rows: list[int]) -> dict[str, np.ndarray]:
     """Greedy tokens after the prompt, and logits [R, V] of some positions in one pass over all of them."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), config, tensor)
         options = dict(dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = model_class(config).from_pretrained(folder, **options)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     tokens, margins = list(prompt), []
     with torch.no_grad():
@@ -69,7 +76,7 @@ def rewritten(config: dict) -> dict:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "support"))
     from architectures import CASES, NEW_TOKENS, ROWS, prompt, tensor
 
     arrays = dict(np.load(FIXTURE)) if FIXTURE.exists() and sys.argv[1:] else {}
@@ -79,7 +86,8 @@ def main() -> None:
         distinct = len(set(result["tokens"][-NEW_TOKENS:].tolist()))
         print(name, "std", result["logits"].std().round(3), "distinct tokens", distinct, flush=True)
     np.savez_compressed(FIXTURE, **arrays)
-    configs = {name: rewritten(config) for name, config in CASES.items()}
+    configs = json.loads(CONFIGS.read_text()) if CONFIGS.exists() and sys.argv[1:] else {}
+    configs |= {name: rewritten(CASES[name]) for name in sys.argv[1:] or CASES}
     CONFIGS.write_text(json.dumps(configs, indent=1, sort_keys=True) + "\n")
     print(FIXTURE.stat().st_size, "bytes")
 

@@ -56,9 +56,32 @@ def opt(**fields) -> dict:
     return known | tokens | own | fields
 
 
+def ministral3(**fields) -> dict:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    own = {"head_dim": 24, "rope_parameters": rope, "sliding_window": None}
+    return config("Ministral3ForCausalLM", "ministral3", **own | fields)
+
+
+def mistral3(text: dict) -> dict:
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}  # fmt: skip
+    own = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 95}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return own | tied | {"eos_token_id": None, "text_config": text, "vision_config": vision}
+
+
 CASES = {
     "mistral": config("MistralForCausalLM", "mistral", sliding_window=None, head_dim=24),
     "mistral-window": config("MistralForCausalLM", "mistral", sliding_window=WINDOW),
+    "ministral": config("MinistralForCausalLM", "ministral", sliding_window=WINDOW, num_hidden_layers=4, head_dim=16,
+                        layer_types=["sliding_attention", "full_attention"] * 2),
+    "ministral-window": config("MinistralForCausalLM", "ministral", sliding_window=WINDOW, head_dim=24),
+    "ministral3": ministral3(),
+    "ministral3-window": ministral3(sliding_window=WINDOW, tie_word_embeddings=True),
+    "mistral3-text-part": mistral3(ministral3(num_hidden_layers=2)),
+    "mistral3-mistral": mistral3(config("MistralForCausalLM", "mistral", sliding_window=None, head_dim=24,
+                                        tie_word_embeddings=True)),
     "qwen2": config("Qwen2ForCausalLM", "qwen2", rope_theta=1e6, tie_word_embeddings=True),
     "qwen2-window": config("Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=WINDOW,
                            max_window_layers=1),
@@ -86,6 +109,12 @@ CASES = {
     "phi3-window": config("Phi3ForCausalLM", "phi3", sliding_window=WINDOW),
     "olmo2": config("Olmo2ForCausalLM", "olmo2", rope_theta=5e5),
     "olmo2-mha": config("Olmo2ForCausalLM", "olmo2", num_key_value_heads=4, attention_bias=True),
+    "olmo3": config("Olmo3ForCausalLM", "olmo3", num_hidden_layers=4, sliding_window=WINDOW, rope_theta=5e5,
+                    rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}),
+    "olmo3-types": config("Olmo3ForCausalLM", "olmo3", sliding_window=WINDOW, attention_bias=True,
+                          layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                          rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                                           "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}),
     "granite": config("GraniteForCausalLM", "granite", embedding_multiplier=3.0, attention_multiplier=0.4,
                       residual_multiplier=0.6, logits_scaling=1.5),
     "granite-biases": config("GraniteForCausalLM", "granite", embedding_multiplier=12.0, attention_multiplier=0.1,

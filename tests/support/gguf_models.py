@@ -17,7 +17,7 @@ from jpaged.demo import DIRECTORY
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
-    "granite": "granite", "smollm3": "smollm3",
+    "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
 }  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -35,7 +35,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 def norm_names(hf: dict[str, Any]) -> dict[str, str]:
     """The names of the norms around the MLP, which depend on the architecture."""
-    if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2"):
+    if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3"):
         after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return after | {"pre_feedforward_layernorm": "ffn_norm"}
     return {"post_attention_layernorm": "ffn_norm"}
@@ -60,7 +60,7 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
         stem, _, leaf = name.rpartition(".")
         if hf["model_type"].startswith("gemma") and stem.endswith("norm"):
             tensor = tensor + np.float32(1)
-        if hf["model_type"] in ("llama", "mistral", "mixtral", "granite", "smollm3"):
+        if hf["model_type"] in ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3"):
             for part, count in heads.items():
                 tensor = permuted(tensor, count) if stem.endswith(part) else tensor
         if stem in TOP:
@@ -102,9 +102,9 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
     }.items():  # fmt: skip
         if hf.get(name) is not None:
             add(hf[name])
-    if hf["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if hf["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3"):
         writer.add_sliding_window(hf.get("sliding_window") or 0)
-    if hf["model_type"] == "gemma3_text":
+    if hf["model_type"] == "gemma3_text" or (hf["model_type"] == "olmo3" and "layer_types" in hf):
         types = hf.get("layer_types")
         pattern = [each == "sliding_attention" for each in types] if types else hf["sliding_window_pattern"]
         writer.add_sliding_window_pattern(pattern)
@@ -127,6 +127,10 @@ def add_rope(writer: gguf.GGUFWriter, hf: dict[str, Any], head_dim: int) -> None
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(original)
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "longrope":
         writer.add_rope_scaling_orig_ctx_len(original)
         stretch = hf["max_position_embeddings"] / original

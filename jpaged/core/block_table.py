@@ -212,12 +212,13 @@ def shortage(spans: Iterable[Span]) -> int:
     return missing
 
 
-def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
+def move(tables: Sequence[BlockTable], to: BlockPool) -> Copies:
     """Move tables that share blocks into another pool, where they share them as before: each block moves once.
 
-    The pool must have a free block for each. The result is the source and the destination of each.
+    The pool must have a free block for each. The result is the source and the destination of each; page p is -1 - p.
     """
     moved: dict[int, int] = {}
+    last, last_there = tables[0].pool.num_blocks if tables else 0, to.num_blocks
 
     def place_of(block_id: int, allocate: Callable[[], int | None]) -> int:
         if block_id in moved:
@@ -236,7 +237,10 @@ def move(tables: Iterable[BlockTable], to: BlockPool) -> Copies:
             held += ids[: first[group]]
             held += [place_of(block_id, partial(to.allocate, group)) for block_id in ids[first[group] :]]
         table.pages += [(position, place_of(page, to.allocate_page)) for position, page in pages]
-    return list(moved.items())
+    return [
+        (source, place) if source < last else (last - 1 - source, last_there - 1 - place)
+        for source, place in moved.items()
+    ]
 
 
 def page_shortage(tables: Iterable[BlockTable]) -> int:

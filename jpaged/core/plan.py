@@ -90,8 +90,8 @@ class StepPlan:
     which stays on the device.
 
     Attributes:
-        swap_out: for each request that is swapped out, its blocks and pages, and their places on the host. The numbers
-            of pages begin after those of blocks, on the device and on the host.
+        swap_out: for each request that is swapped out, its blocks and their places on the host, then its pages: -1 - p
+            stands for page p.
         row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.

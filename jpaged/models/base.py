@@ -10,8 +10,8 @@ from jax.sharding import Sharding
 from jpaged.models.config import ModelConfig
 
 # attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. Unless cos and sin are
-# None, it rotates q and k by them. For recurrent layers, it has the ops of `Recur` as attributes.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+# None, it rotates q and k by them. For models with recurrent layers, it is a `LayerOps`.
+Attend = Callable[..., jax.Array]
 
 
 class Recur(Protocol):
@@ -54,7 +54,7 @@ class AttentionSpec(NamedTuple):
 
 
 class RecurrentSpec(NamedTuple):
-    """State of a recurrent layer with the gated delta rule: a matrix for each head, and the last inputs of a convolution.
+    """State of a layer with the gated delta rule: a matrix for each head, and the last inputs of a convolution.
 
     Attributes:
         num_heads: H, heads of values.

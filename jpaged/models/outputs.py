@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.config import DTYPES
-from jpaged.models.base import Model
+from jpaged.models.base import LayerOps, Model
 from jpaged.models.config import ModelConfig
 
 TOKENS = 4  # T of the traced call
@@ -33,16 +33,25 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
         ValueError: the module does not compute what `Model` says; the message has the shapes and dtypes.
     """
     dtypes: dict[int, Any] = {}
+    called: set[int] = set()
 
-    def attend(layer: int, *arguments: Any) -> jax.Array:
-        if layer in dtypes or not 0 <= layer < config.num_hidden_layers:
+    def count(layer: int) -> None:
+        if layer in called or not 0 <= layer < config.num_hidden_layers:
             raise ValueError(
                 f"model: must call attend once for each of its layers (0 to {config.num_hidden_layers - 1}), not "
-                f"{'twice ' * (layer in dtypes)}for layer {layer}"
+                f"{'twice ' * (layer in called)}for layer {layer}"
             )
+        called.add(layer)
+
+    def recur(layer: int, q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, *_: jax.Array) -> jax.Array:
+        count(layer)
+        return v_thv
+
+    def attend(layer: int, *arguments: Any) -> jax.Array:
+        count(layer)
         heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        for name, count, array in zip("qkv", heads, arguments[:3]):
-            _check(name, array, (TOKENS, count, config.head_dim), DTYPES)
+        for name, number, array in zip("qkv", heads, arguments[:3]):
+            _check(name, array, (TOKENS, number, config.head_dim), DTYPES)
         for name, angle in zip(("cos", "sin"), arguments[3:]):
             if angle is not None:
                 _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
@@ -51,11 +60,11 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
 
     def run(leaves: Any, tokens_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = make(leaves)
-        x_td = model(tokens_t, tokens_t, attend)
+        x_td = model(tokens_t, tokens_t, LayerOps(attend, lambda layer, x_tc, *_: x_tc, recur))
         return x_td, model.logits(x_td)
 
     x_td, logits_tv = jax.eval_shape(run, leaves, jax.ShapeDtypeStruct((TOKENS,), jnp.int32))
-    if missing := [layer for layer in range(config.num_hidden_layers) if layer not in dtypes]:
+    if missing := [layer for layer in range(config.num_hidden_layers) if layer not in called]:
         raise ValueError(f"model: must call attend for each of its layers, but layer {missing[0]} does not")
     if x_td.ndim != 2 or len(x_td) != TOKENS:
         raise ValueError(f"model: its hidden states must be [T, D] ([{TOKENS}, D]), not {list(x_td.shape)}")

@@ -54,6 +54,14 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="mixture of experts, also in some layers only; norms of heads",
     ),
     Architecture(
+        qwen.Qwen35Config, Decoder, is_derived=text_part.is_derived, examples=("Qwen/Qwen3.5-0.8B",),
+        features="the gated delta rule in most layers, gated attention in the others, partial rotary embedding",
+    ),
+    Architecture(
+        qwen.Qwen35TextPartConfig, Decoder, text_part.source, text_part.is_derived, text_part.rename,
+        examples=("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B"), features="the text part; no images",
+    ),
+    Architecture(
         gemma.Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
         features="windows in every second layer, soft caps of scores and logits",
     ),

@@ -31,6 +31,6 @@ def rename(name: str) -> str:
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is not used: it belongs to the images' part, or follows from others."""
-    parts = ("vision_tower.", "multi_modal_projector.")
+    """Return whether a tensor is not used: it belongs to images or to further predictions, or follows from others."""
+    parts = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
     return name.removeprefix("model.").startswith(parts) or base.is_derived(name.removeprefix(PREFIX), config)

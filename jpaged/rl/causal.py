@@ -14,7 +14,7 @@ from jax import lax
 
 from jpaged.config import BLOCK_SIZE
 from jpaged.core.params import InvalidParameter
-from jpaged.models.base import Attend, Model
+from jpaged.models.base import Attend, AttentionSpec, Model
 from jpaged.models.layers import set_products
 from jpaged.models.outputs import outputs_of
 from jpaged.rl.reduced import by_xla
@@ -146,6 +146,13 @@ def logits(model: Model, tokens_bw: jax.Array, positions_bw: jax.Array, mask_bww
     Args:
         tokens_bw, positions_bw: [B, W] int32.
         mask_bww: [B, W, W] bool, whether a query (the second axis) sees a key (the third).
+
+    Raises:
+        NotImplementedError: the model has recurrent layers.
     """
+    if not all(isinstance(spec, AttentionSpec) for spec in model.attention_specs):
+        raise NotImplementedError(
+            "mask_bww: recurrent layers take whole sequences from their beginning, without a mask"
+        )
     x_td = model(tokens_bw.reshape(-1), positions_bw.reshape(-1), dense_attention(model, positions_bw, mask_bww))
     return model.logits(x_td).reshape(*tokens_bw.shape, -1)

@@ -1,14 +1,16 @@
 """Attention of whole sequences without a cache: dense and differentiable, or by the ops of an engine."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.models.base import Attend, Model
+import pallas_kernels
+from jpaged.core.plan import NO_STATE, NOWHERE
+from jpaged.models.base import Attend, AttentionSpec, LayerOps, Model
 from jpaged.runtime.batch import Batch
 from jpaged.runtime.kv_cache import KVCache
-from pallas_kernels import rotate
+from pallas_kernels import Chains, rotate
 
 
 def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
@@ -24,7 +26,7 @@ def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) 
     def attend(
         layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None
     ) -> jax.Array:
-        spec = model.attention_specs[layer]
+        spec = cast(AttentionSpec, model.attention_specs[layer])
         if cos is not None and sin is not None:
             q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
         q_bwkgh = q_tnh.reshape(batch, width, k_tkh.shape[1], -1, q_tnh.shape[2])
@@ -41,13 +43,34 @@ def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) 
 
 
 def causal_attention(model: Model, batch: int, width: int) -> Attend:
-    """Return dense attention of sequences [B, W] from their beginning."""
+    """Return dense attention, and the definitions of recurrence, of sequences [B, W] from their beginning."""
     positions_bw = jnp.broadcast_to(jnp.arange(width), (batch, width))
-    return dense_attention(model, positions_bw, jnp.broadcast_to(jnp.tri(width, dtype=bool), (batch, width, width)))
+    mask_bww = jnp.broadcast_to(jnp.tri(width, dtype=bool), (batch, width, width))
+    return _with_recurrence(dense_attention(model, positions_bw, mask_bww), pallas_kernels, batch, width)
+
+
+def _with_recurrence(attend: Attend, kernels: Any, batch: int, width: int) -> LayerOps:
+    """Return attention with the recurrent ops of some kernels, over sequences [B, W] from their beginning."""
+    chains = Chains(
+        width * jnp.arange(batch + 1, dtype=jnp.int32), jnp.full(batch, NO_STATE, jnp.int32),
+        jnp.full(batch, NOWHERE, jnp.int32),
+    )  # fmt: skip
+
+    def convolve(layer: int, x_tc: jax.Array, weight_cw: jax.Array, activation: str) -> jax.Array:
+        states = jnp.zeros((1, weight_cw.shape[1] - 1, x_tc.shape[1]), jnp.float32)
+        y_tc, _ = kernels.causal_conv(x_tc, weight_cw, None, states, chains, activation)
+        return cast(jax.Array, y_tc)
+
+    def recur(layer: int, q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, *gates: jax.Array) -> jax.Array:
+        states = jnp.zeros((1, v_thv.shape[1], q_tkd.shape[2], v_thv.shape[2]), jnp.float32)
+        o_thv, _ = kernels.delta_rule(q_tkd, k_tkd, v_thv, *gates, states, chains)
+        return cast(jax.Array, o_thv)
+
+    return LayerOps(attend, convolve, recur)
 
 
 def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> Attend:
-    """Return causal attention with the bits of an engine whose pool has this layout.
+    """Return causal attention, and recurrence, with the bits of an engine whose pool has this layout.
 
     Args:
         is_output_bw: [B, W] bool, the tokens that the engine has generated. It attends them as decode tokens, and the
@@ -60,9 +83,10 @@ def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> At
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         pool = [jnp.zeros(cache.shape(num_blocks), cache.dtype) for _ in "kv"]
-        return cache.attend(pool, 0, model.attention_specs[layer], step, False, qkv, angles).astype(dtype)
+        spec = cast(AttentionSpec, model.attention_specs[layer])
+        return cache.attend(pool, 0, spec, step, False, qkv, angles).astype(dtype)
 
-    return attend
+    return _with_recurrence(attend, cache.kernels, *is_output_bw.shape)
 
 
 def as_step(is_output_bw: jax.Array, block_size: int) -> Batch:

@@ -222,7 +222,7 @@ class Shapes:
     ):  # fmt: skip
         self.buckets, self._placement, self._num_words = buckets, placement, -(-vocab_size // 32)
         self._table_width, self._make_work = table_width, make_work
-        self._groups = dict(windows=windows, block_size=block_size, has_states=has_states)
+        self._layout = partial(Layout, windows=windows, block_size=block_size, has_states=has_states)
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
         self.add(buckets.all)
@@ -231,7 +231,7 @@ class Shapes:
         """Add shapes of steps, which may run as soon as their arrays exist: another thread may be making batches."""
         for bucket in buckets:
             if bucket not in self.layouts:
-                self.layouts[bucket] = Layout(bucket, self._table_width, self._make_work, **self._groups)
+                self.layouts[bucket] = self._layout(bucket, self._table_width, self._make_work)
             if bucket.num_seqs not in self.no_bits:
                 bits = np.zeros((bucket.num_seqs, self._num_words), np.uint32)
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
@@ -293,7 +293,7 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
     batch.positions[:num_tokens] = position_t
     for slot_mapping, slots_t in zip(batch.slot_mapping, rows.slots(row_t, position_t)):
         slot_mapping[:num_tokens] = slots_t
-    if plan.pages:
+    if batch.reads is not None and batch.writes is not None:
         batch.reads[:n], batch.writes[:n] = np.array(plan.pages, np.int32).T
     layouts[bucket].fill_work(batch)
     return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n, drafts_n))

@@ -97,18 +97,16 @@ class BlockStore:
 
     def _swap_out(self, moved: Pairs) -> None:
         keys_and_values, states = self.cache.parts(self.pool)
-        first, first_on_host = self.num_blocks, self.num_host_blocks
-        if blocks := [pair for pair in moved if pair[0] < first]:
+        if blocks := [pair for pair in moved if pair[0] >= 0]:
             self.host.swap_out(keys_and_values, blocks)
-        if pages := [(source - first, place - first_on_host) for source, place in moved if source >= first]:
+        if pages := [(-1 - source, -1 - place) for source, place in moved if source < 0]:
             self.host_pages.swap_out(states, pages)
 
     def _swap_in(self, moved: Pairs) -> None:
         keys_and_values, states = self.cache.parts(self.pool)
-        first, first_on_host = self.num_blocks, self.num_host_blocks
-        if blocks := [pair for pair in moved if pair[1] < first]:
+        if blocks := [pair for pair in moved if pair[0] >= 0]:
             keys_and_values = self.host.swap_in(keys_and_values, blocks)
-        if pages := [(place - first_on_host, to - first) for place, to in moved if to >= first]:
+        if pages := [(-1 - place, -1 - to) for place, to in moved if place < 0]:
             states = self.host_pages.swap_in(states, pages)
         self.pool = keys_and_values + states
 
@@ -119,9 +117,8 @@ class BlockStore:
         for size in TRANSFERS if swaps and self.num_host_blocks else ():
             self.swap_round_trip(size)
         if swaps and self.num_host_pages:
-            page, on_host = self.num_blocks, self.num_host_blocks
-            self._swap_out(((page, on_host),))
-            self._swap_in(((on_host, page),))
+            self._swap_out(((-1, -1),))
+            self._swap_in(((-1, -1),))
 
     def lowered_swaps(self) -> Iterator[Lowered]:
         """Yield the functions of swaps as jax lowers them; none without room on the host."""

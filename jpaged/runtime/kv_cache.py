@@ -20,6 +20,7 @@ from jpaged.runtime.states import StateLayout
 from pallas_kernels import Kernels
 
 Pool = list[jax.Array]  # [k of place 0, v of place 0, k of place 1, ...], each [P, K, B, H], then `States`
+NO_STATES = StateLayout(())
 NO_PLACE = -1, -1  # of a layer without keys and values
 
 
@@ -49,7 +50,7 @@ class KVCache:
     kernels: Kernels
     windows: tuple[int | None, ...] = (None,)
     attention_dtype: str | None = None
-    states: StateLayout = StateLayout(())
+    states: StateLayout = NO_STATES
 
     @classmethod
     def of(
@@ -67,7 +68,11 @@ class KVCache:
         groups = group_layers(windows or [None] * model.num_hidden_layers, max_model_len)
         for layer, _ in recurrent:  # layers keep their numbers
             groups = groups._replace(places=(*groups.places[:layer], NO_PLACE, *groups.places[layer:]))
-        heads, head_dim, different = model.num_key_value_heads, kernels.head_dim, tuple(dict.fromkeys(windows or [None]))
+        heads, head_dim, different = (
+            model.num_key_value_heads,
+            kernels.head_dim,
+            tuple(dict.fromkeys(windows or [None])),
+        )
         states = StateLayout(tuple(recurrent), kernels)
         return cls(groups, heads, block_size, head_dim, dtype, kernels, different, attention_dtype, states)
 

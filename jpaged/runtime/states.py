@@ -75,7 +75,4 @@ def scatter_pages(states: States, pages: jax.Array, destinations_c: jax.Array) -
     ends = [math.prod(array.shape[1:]) for array in states]
     parts = jnp.split(pages[0], [sum(ends[: i + 1]) for i in range(len(ends) - 1)], axis=1)
     at_c = jnp.where(destinations_c < 0, len(states[0]), destinations_c)
-    return [
-        array.at[at_c].set(part.reshape(-1, *array.shape[1:]), mode="drop") for array, part in zip(states, parts)
-    ]
-
+    return [array.at[at_c].set(part.reshape(-1, *array.shape[1:]), mode="drop") for array, part in zip(states, parts)]

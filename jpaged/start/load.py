@@ -116,9 +116,7 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
     config, limits, size = setup.resolved.config, setup.resolved.limits, setup.resolved.limits.block_size
     eos = eos_token_ids(setup.resolved.model, setup.tokenizer)
     make = partial(BlockPool, block_size=size, windows=measured.windows, reach=limits.max_tokens_in_flight)
-    pool = make(
-        measured.num_blocks, num_pages=measured.num_pages, enable_prefix_caching=config.enable_prefix_caching
-    )
+    pool = make(measured.num_blocks, num_pages=measured.num_pages, enable_prefix_caching=config.enable_prefix_caching)
     host_pool = None
     if measured.num_host_blocks:
         host_pool = make(measured.num_host_blocks, num_pages=measured.num_host_pages, enable_prefix_caching=False)

@@ -59,13 +59,17 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
             reason = sized_by = "gpu_memory_utilization"
         else:
             reason = "enough for all sequences" if num_blocks == wanted else "a quarter of the memory, at most 4 GiB"
-    num_blocks, num_pages = divide(num_blocks, block_bytes, page_bytes, pages_wanted)
+    num_pages = pages_wanted
+    if not config.num_gpu_blocks_override:
+        num_blocks, num_pages = divide(num_blocks, block_bytes, page_bytes, pages_wanted)
     check_num_blocks(limits, num_blocks, len(blocks.cache.groups.windows))
     blocks.allocate(num_blocks, num_host_blocks, sized_by, num_pages, num_host_pages)
     if num_pages:
         logger.info("states of recurrent layers: %d pages of %.2f MiB, of the pool", num_pages, page_bytes / 2**20)
     if 0 < num_pages < limits.max_num_seqs:
-        logger.warning("max_num_seqs: %d sequences have %d pages of states, so that some wait", limits.max_num_seqs, num_pages)
+        logger.warning(
+            "max_num_seqs: %d sequences have %d pages of states, so that some wait", limits.max_num_seqs, num_pages
+        )
     used = "; a block takes memory once it is used" if blocks.is_lazy else ""
     logger.info(
         "KV pool: %d blocks of %d tokens (%s, %s): %s%s", num_blocks, limits.block_size, blocks.size,

@@ -481,7 +481,7 @@ def _states_on_device(patch):
         moved = move(tables, to)
         for table, before in pages:
             table.pages = [(position, page) for (position, _), (_, page) in zip(before, table.pages)]
-        return [pair for pair in moved if pair[1] < to.num_blocks]
+        return [pair for pair in moved if pair[0] >= 0]
 
     patch.setattr(memory, "move", careless)
 

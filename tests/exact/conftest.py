@@ -49,3 +49,9 @@ def llama(tmp_path_factory) -> Subject:
 def gemma3(tmp_path_factory) -> Subject:
     """A model with windows, whose layers form two groups."""
     return subject_of(Case("gemma3"), tmp_path_factory.mktemp("gemma3"), **SMALL)
+
+
+@pytest.fixture(scope="session")
+def qwen35(tmp_path_factory) -> Subject:
+    """A model with recurrent layers."""
+    return subject_of(Case("qwen3.5"), tmp_path_factory.mktemp("qwen3.5"), **SMALL)

@@ -60,12 +60,15 @@ def run(
         LENGTH, schedule.seqs, schedule.tokens, BLOCK, speculative_config=schedule.speculative_config,
         exact=schedule.exact,
     )  # fmt: skip
+    blocks = runner.blocks
     make = partial(
-        BlockPool, block_size=BLOCK, windows=runner.blocks.cache.groups.windows, reach=limits.max_tokens_in_flight
+        BlockPool, block_size=BLOCK, windows=blocks.cache.groups.windows, reach=limits.max_tokens_in_flight
     )
-    host = make(BLOCKS, enable_prefix_caching=False) if schedule.preemption == "swap" else None
-    num_blocks = min(BLOCKS, schedule.blocks * len(runner.blocks.cache.groups.windows))
-    pool = make(num_blocks, enable_prefix_caching=schedule.caches)
+    host = None
+    if schedule.preemption == "swap":
+        host = make(blocks.num_host_blocks, num_pages=blocks.num_host_pages, enable_prefix_caching=False)
+    num_blocks = min(BLOCKS, schedule.blocks * len(blocks.cache.groups.windows))
+    pool = make(num_blocks, num_pages=blocks.num_pages, enable_prefix_caching=schedule.caches)
     scheduler = Scheduler(
         pool, limits, vocab_size=runner.vocab_size, eos_token_ids=runner.config.eos_token_ids,
         preemption=schedule.preemption, host_pool=host,

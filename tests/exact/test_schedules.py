@@ -17,7 +17,7 @@ from tests.support.kernel_code import optimized
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("demo", "llama", "gemma3", "gemma2", "qwen3-moe")
+MODELS = ("demo", "llama", "gemma3", "gemma2", "qwen3-moe", "qwen3.5")
 EVERY = [
     *(Case(model, dtype, kernels) for model in MODELS for dtype in ("float32", "bfloat16")
       for kernels in ("auto", "reference")),
@@ -109,6 +109,12 @@ def test_a_schedule_changes_no_bit_of_a_model_with_windows(gemma3, monkeypatch):
     check(gemma3, **SMALL)
     assert sum(left) > 100, "windows have passed blocks"
     check_drafts(gemma3, PROPOSERS[0], **SMALL, every=False)
+
+
+def test_a_schedule_changes_no_bit_of_a_model_with_recurrent_layers(qwen35):
+    check(qwen35, **SMALL)
+    for proposer in PROPOSERS:
+        check_drafts(qwen35, proposer, **SMALL, every=False)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS, ids=str)

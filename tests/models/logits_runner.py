@@ -14,7 +14,7 @@ from jpaged.runtime.row_table import RowTable
 from jpaged.runtime.step import forward
 from tests.runtime.caches import cache_of, placement_of
 
-BLOCK = 8
+BLOCK, PAGES = 8, 3
 
 
 class LogitsRunner:
@@ -24,9 +24,10 @@ class LogitsRunner:
         width = -(-limits.max_model_len // BLOCK)
         cache = cache_of(model.config, BLOCK, "float32")
         self.vocab_size = model.config.vocab_size
-        self.pool = cache.allocate(width, placement_of(model.config).pool)
+        self.num_pages, has_states = (PAGES, True) if cache.states.layers else (0, False)
+        self.pool = cache.allocate(width, self.num_pages, placement_of(model.config).pool)
         self.buckets, self.rows, self.last = buckets, RowTable(1, width, BLOCK), 0
-        self.layouts = {bucket: Layout(bucket, width) for bucket in buckets.all}
+        self.layouts = {bucket: Layout(bucket, width, has_states=has_states) for bucket in buckets.all}
         self.logits: dict[int, np.ndarray] = {}
 
         def run(pool, batch, decode):
@@ -52,7 +53,7 @@ class LogitsRunner:
 
 def generate(runner: LogitsRunner, limits: Limits, prompt: list[int], new_tokens: int) -> list[int]:
     """The prompt and the greedy tokens after it. The runner then has the logits of every position but the last."""
-    pool = BlockPool(-(-limits.max_model_len // BLOCK), BLOCK)
+    pool = BlockPool(-(-limits.max_model_len // BLOCK), BLOCK, num_pages=runner.num_pages)
     engine = Engine(Scheduler(pool, limits, vocab_size=runner.vocab_size), runner)
     request = engine.add("0", prompt, SamplingParams(max_tokens=new_tokens))
     while engine.has_work:

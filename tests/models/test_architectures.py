@@ -15,7 +15,7 @@ from jpaged.config import Limits
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
 from jpaged.models.variation import RopeConfig
-from jpaged.rl.causal import logits as causal_logits
+from jpaged.rl.sequences import causal_attention
 from jpaged.runtime.batch import Bucket, Buckets
 from jpaged.runtime.placement import AXES, Placement
 from tests.models.logits_runner import LogitsRunner, generate
@@ -31,13 +31,15 @@ TOLERANCE = 1e-4
 
 # One of each module, with as many of its variations as one config can have. Steps of several shapes are the engine's
 # affair: few models compile more than one.
-SEVERAL_SHAPES = ("gemma2", "gemma3", "opt-350m")
+SEVERAL_SHAPES = ("gemma2", "gemma3", "qwen3.5", "opt-350m")
 ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
     "olmo3", "ministral", "ministral3-window",
 )  # fmt: skip
-TEXT_PARTS = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}  # decoders of other architectures
+TEXT_PARTS = {  # decoders of other architectures
+    "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+}  # fmt: skip
 
 
 def usual(*names: str) -> list:
@@ -69,7 +71,8 @@ def test_every_architecture_has_two_cases():
     counts = dict.fromkeys(registry._ARCHITECTURES, 0)
     for hf in CASES.values():
         counts[hf["architectures"][0]] += 1
-    counts["Gemma3ForConditionalGeneration"] += 1  # the same decoder as Gemma3ForCausalLM
+    for name in TEXT_PARTS:
+        counts[name] += 1
     del counts["LlamaForCausalLM"]  # test_logits.py
     assert min(counts.values()) >= 2, counts
     usually = {CASES[name]["architectures"][0] for name in SEVERAL_SHAPES + ONE_SHAPE}
@@ -148,8 +151,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
 
 def whole_logits(model, tokens):
     """Logits [R, V] of the stored positions, without a cache."""
-    mask = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
-    return causal_logits(model, jnp.asarray([tokens]), jnp.arange(LENGTH)[None], mask)[0, np.asarray(ROWS)]
+    x_td = model(jnp.asarray(tokens), jnp.arange(LENGTH), causal_attention(model, 1, LENGTH))
+    return model.logits(x_td)[np.asarray(ROWS)]
 
 
 @pytest.mark.deep

@@ -29,7 +29,7 @@ def test_block_bytes():
 
 def test_the_pool_is_zero():
     sharding = placement_of(LLAMA).pool
-    pool = dataclasses.replace(cache_of(LLAMA, 8, "bfloat16"), head_dim=128).allocate(5, sharding)
+    pool = dataclasses.replace(cache_of(LLAMA, 8, "bfloat16"), head_dim=128).allocate(5, 0, sharding)
     assert len(pool) == 2 * LLAMA.num_hidden_layers and len({id(array) for array in pool}) == len(pool)
     for array in pool:
         assert (array.shape, array.dtype) == ((5, 2, 8, 128), jnp.bfloat16) and not array.any()

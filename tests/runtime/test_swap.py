@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import ModelConfig
+from jpaged.runtime.kv_cache import gather, scatter
 from jpaged.runtime.swap import TRANSFERS, HostBlocks
 from tests.runtime.caches import placement_of
 
@@ -18,7 +19,7 @@ LLAMA = ModelConfig(
 
 @pytest.fixture
 def host() -> HostBlocks:
-    return HostBlocks(placement_of(LLAMA))
+    return HostBlocks(placement_of(LLAMA), gather, scatter)
 
 
 def content(block: int, layer: int) -> int:

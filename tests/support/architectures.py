@@ -71,6 +71,23 @@ def mistral3(text: dict) -> dict:
     return own | tied | {"eos_token_id": None, "text_config": text, "vision_config": vision}
 
 
+def qwen35(**fields) -> dict:
+    rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True}  # fmt: skip
+    own = {"head_dim": 16, "num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_key_heads": 2,
+           "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "rope_parameters": rope,
+           "tie_word_embeddings": True}  # fmt: skip
+    return config("Qwen3_5ForCausalLM", "qwen3_5_text", **own | fields)
+
+
+def qwen35_vision(text: dict) -> dict:
+    vision = {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+              "out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}  # fmt: skip
+    own = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 95}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return own | tied | {"eos_token_id": None, "text_config": text, "vision_config": vision}
+
+
 CASES = {
     "mistral": config("MistralForCausalLM", "mistral", sliding_window=None, head_dim=24),
     "mistral-window": config("MistralForCausalLM", "mistral", sliding_window=WINDOW),
@@ -129,6 +146,13 @@ CASES = {
     "qwen3-moe-dense": experts("qwen3_moe", num_experts=4, moe_intermediate_size=40, norm_topk_prob=False,
                                num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], head_dim=24,
                                use_sliding_window=True, sliding_window=WINDOW),
+    "qwen3.5": qwen35(),
+    "qwen3.5-types": qwen35(
+        num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"], head_dim=32,
+        linear_num_key_heads=4, linear_conv_kernel_dim=3, linear_key_head_dim=32, linear_value_head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5}, tie_word_embeddings=False,
+    ),
+    "qwen3.5-text-part": qwen35_vision(qwen35(num_hidden_layers=2)),
     "opt": opt(),
     "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=40, activation_function="gelu"),
 }  # fmt: skip
@@ -149,7 +173,9 @@ def tensor(name: str, shape: tuple[int, ...], config: dict) -> np.ndarray:
         x = 0.3 * x + 1
         if tied and "layers" not in name:
             x = 3 * x
-        x = x - config["model_type"].startswith("gemma")
+        x = x - (config["model_type"].startswith(("gemma", "qwen3_5")) and "linear_attn" not in name)
+    elif name.endswith("A_log"):
+        x = 0.5 * x - 3
     elif "embed" not in name:
         x = x / np.sqrt(shape[-1]) * next((c for part, c in FACTORS.items() if part in name), 1)
     elif tied:  # small, or else every token would predict itself

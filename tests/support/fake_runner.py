@@ -145,16 +145,15 @@ class FakeRunner:
     def dispatch(self, plan: StepPlan, make_masks: Callable | None = None) -> "Flying":
         self.num_steps += 1
         self._check_in_flight(plan)
-        first, first_on_host = self.scheduler.pool.num_blocks, len(self.host) // self.block_size
         for source, place in itertools.chain.from_iterable(plan.swap_out):
-            assert (source >= first) == (place >= first_on_host), "a page is no block"
-            if source >= first:
-                self.host_states[place - first_on_host] = self.states[source - first]
+            assert (source < 0) == (place < 0), "a page is no block"
+            if source < 0:
+                self.host_states[-1 - place] = self.states[-1 - source]
         for place, destination in plan.swap_in:
-            if destination >= first:
-                self.states[destination - first] = self.host_states[place - first_on_host]
+            if place < 0:
+                self.states[-1 - destination] = self.host_states[-1 - place]
         for pairs in plan.swap_out:
-            pairs = [pair for pair in pairs if pair[0] < first]
+            pairs = [pair for pair in pairs if pair[0] >= 0]
             self._copy(pairs, self.memory, self.host)
             self._copy(pairs, self.versions, self.host_versions)
             self._copy(pairs, self.of_output, self.host_of_output)
@@ -162,7 +161,7 @@ class FakeRunner:
         self._copy(plan.block_copies, self.versions, self.versions)
         self._copy(plan.block_copies, self.of_output, self.of_output)
         self.num_copies += len(plan.block_copies)
-        swap_in = [pair for pair in plan.swap_in if pair[1] < first]
+        swap_in = [pair for pair in plan.swap_in if pair[0] >= 0]
         self._copy(swap_in, self.host, self.memory)
         self._copy(swap_in, self.host_versions, self.versions)
         self._copy(swap_in, self.host_of_output, self.of_output)
@@ -304,12 +303,11 @@ class FakeRunner:
 
     def _check_pages_in_flight(self, plan: StepPlan, earlier: StepPlan, moved: list[int]) -> None:
         """Check that no other sequence writes the pages that a step in flight reads or writes."""
-        first = self.scheduler.pool.num_blocks
         used = {page: row.row for row, pages in zip(earlier.rows, earlier.pages) for page in pages if page >= 0}
         for (row, *_), (_, written) in zip(plan.rows, plan.pages):
             assert used.get(written, row) == row, f"page {written} is taken from a step in flight"
         for block in (*moved, *(block for block, _ in itertools.chain.from_iterable(plan.swap_out))):
-            assert block - first not in used, f"page {block - first} moves while a step in flight uses it"
+            assert block >= 0 or -1 - block not in used, f"page {-1 - block} moves while a step in flight uses it"
 
     def _change_rows(self, plan: StepPlan) -> None:
         before = dict(self.rows)

@@ -1,4 +1,4 @@
-"""Paged attention for JAX: reference definitions and Pallas GPU kernels of the same ops. It needs only jax.
+"""Paged attention and recurrent layers for JAX: reference definitions and kernels of the same ops. It needs only jax.
 
     import pallas_kernels
     kernels = pallas_kernels.select_for(jax.devices()[0], json.load(open("config.json")))
@@ -22,6 +22,7 @@ from pallas_kernels.dispatch import (
     takes_weight,
 )
 from pallas_kernels.ops import Ops, load
+from pallas_kernels.options import CONTINUES, NO_STATE, Chains
 from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
 from pallas_kernels.weights import Weight
@@ -30,15 +31,21 @@ _reference = Ops(load(REFERENCE))
 write_kv, copy_blocks = _reference.write_kv, _reference.copy_blocks
 paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attention, _reference.ragged_paged_attention
 product, products = _reference.product, _reference.products
+delta_rule, causal_conv = _reference.delta_rule, _reference.causal_conv
 
 __all__ = [
+    "CONTINUES",
+    "NO_STATE",
     "ROW_ORDER",
+    "Chains",
     "Kernels",
     "Ops",
     "SelfTest",
     "Weight",
+    "causal_conv",
     "compute_capability",
     "copy_blocks",
+    "delta_rule",
     "has_products",
     "load",
     "merge_attention",

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from pallas_kernels.options import AttentionOptions, Contexts, Pools, ProductOptions, WriteOptions
+from pallas_kernels.options import (
+    CONTINUES,
+    AttentionOptions,
+    Chains,
+    Contexts,
+    Pools,
+    ProductOptions,
+    WriteOptions,
+)
 from pallas_kernels.weights import PACKED, Weight
 
 MAX_CONTEXT = 131_072  # tokens that a row of a block table can hold
@@ -24,6 +32,8 @@ HEAD_DIMS = (64, 128, 256)  # of the pools; a model's is padded to the next
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads per KV head
+
+RECURRENT_DTYPES = ("float32", "bfloat16", "float16")  # of the inputs of recurrent layers
 
 CPU_HEAD_DIM = 16  # head dims of pools for the CPU kernels are multiples of it
 
@@ -168,6 +178,67 @@ def check_copy(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array)
     check_array("destinations_c", destinations_c, sources_c.shape, jnp.int32)
 
 
+def check_delta_rule(
+    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decay_th: jax.Array, beta_th: jax.Array,
+    states: jax.Array, chains: Chains,
+) -> None:  # fmt: skip
+    """Raise ValueError for a wrong shape or dtype of the arguments of `Ops.delta_rule`."""
+    if states.ndim != 4 or math.prod(states.shape) == 0:
+        raise ValueError(f"states has shape {list(states.shape)}, expected [P, H, D, V] with none of them 0")
+    p, h, d, v = states.shape
+    check_array("states", states, (p, h, d, v), jnp.float32)
+    if q_tkd.ndim != 3 or q_tkd.shape[1] == 0:
+        raise ValueError(f"q_tkd has shape {list(q_tkd.shape)}, expected [T, K, D]")
+    t, k, _ = q_tkd.shape
+    if h % k:
+        raise ValueError(f"q_tkd has {k} heads, expected a divisor of the states' {h} heads")
+    _check_float("q_tkd", q_tkd)
+    _check_float("v_thv", v_thv)
+    check_array("q_tkd", q_tkd, (t, k, d), q_tkd.dtype)
+    check_array("k_tkd", k_tkd, (t, k, d), q_tkd.dtype)
+    check_array("v_thv", v_thv, (t, h, v), v_thv.dtype)
+    check_array("log_decay_th", log_decay_th, (t, h), jnp.float32)
+    check_array("beta_th", beta_th, (t, h), jnp.float32)
+    _check_chains_arrays(chains)
+
+
+def check_causal_conv(
+    x_tc: jax.Array, weight_cw: jax.Array, bias_c: jax.Array | None, states: jax.Array, chains: Chains
+) -> None:
+    """Raise ValueError for a wrong shape or dtype of the arguments of `Ops.causal_conv`."""
+    if x_tc.ndim != 2 or x_tc.shape[1] == 0:
+        raise ValueError(f"x_tc has shape {list(x_tc.shape)}, expected [T, C]")
+    channels = x_tc.shape[1]
+    if weight_cw.ndim != 2 or weight_cw.shape[0] != channels or weight_cw.shape[1] < 2:
+        raise ValueError(f"weight_cw has shape {list(weight_cw.shape)}, expected [{channels}, W] with W at least 2")
+    width = weight_cw.shape[1]
+    if states.ndim != 3 or len(states) == 0:
+        raise ValueError(f"states has shape {list(states.shape)}, expected [P, {width - 1}, {channels}]")
+    for name, array in (("x_tc", x_tc), ("weight_cw", weight_cw), ("bias_c", bias_c)):
+        if array is not None:
+            _check_float(name, array)
+    if bias_c is not None:
+        check_array("bias_c", bias_c, (channels,), bias_c.dtype)
+    dtype = jnp.float32 if states.dtype == jnp.float32 else x_tc.dtype
+    check_array("states", states, (len(states), width - 1, channels), dtype)
+    _check_chains_arrays(chains)
+
+
+def _check_chains_arrays(chains: Chains) -> None:
+    """Check the shapes and dtypes of chains."""
+    if chains.reads_s.ndim != 1 or len(chains.reads_s) == 0:
+        raise ValueError(f"chains: reads_s has shape {list(chains.reads_s.shape)}, expected [S] with S at least 1")
+    s = len(chains.reads_s)
+    check_array("chains: reads_s", chains.reads_s, (s,), jnp.int32)
+    check_array("chains: writes_s", chains.writes_s, (s,), jnp.int32)
+    check_array("chains: cu_q_lens_s1", chains.cu_q_lens_s1, (s + 1,), jnp.int32)
+
+
+def _check_float(name: str, array: jax.Array) -> None:
+    if array.dtype not in RECURRENT_DTYPES:
+        raise ValueError(f"{name} is {array.dtype}, expected {_either(RECURRENT_DTYPES)}")
+
+
 def _check_head_dim(name: str, head_dim: int, pool_head_dim: int) -> None:
     if not 1 <= head_dim <= pool_head_dim:
         raise ValueError(f"{name} has head dim {head_dim}, expected 1 to the pools' {pool_head_dim}")
@@ -274,6 +345,28 @@ def check_batch(q: jax.Array, contexts: Contexts, cu_q_lens_s1: jax.Array | None
         ~outside.any(),
         "block_tables_sw[{s}, {i}] is {block}, allowed are 0 to " + str(num_blocks - 1),
         s=s, i=i, block=block_tables_sw[s, i],
+    )  # fmt: skip
+
+
+def check_chains(chains: Chains, num_tokens: int, num_pages: int) -> None:
+    """Raise ValueError (checkify's) for wrong lengths of sequences, and pages outside the pool or in conflict."""
+    cu_q_lens_s1, reads_s, writes_s = chains
+    pages = f"a pool of {num_pages} pages"
+    _check_range("cu_q_lens_s1", cu_q_lens_s1, 0, num_tokens, f"{num_tokens} tokens")
+    _check_range("reads_s", reads_s, CONTINUES, num_pages - 1, pages)
+    _check_range("writes_s", writes_s, -1, num_pages - 1, pages)
+    lens_s = cu_q_lens_s1[1:] - cu_q_lens_s1[:-1]
+    checkify.check((lens_s >= 0).all() & (cu_q_lens_s1[0] == 0), "cu_q_lens_s1 must start at 0 and never fall")
+    used_s = lens_s > 0
+    alone_s = used_s & (reads_s == CONTINUES) & ~jnp.concatenate([jnp.zeros(1, bool), used_s[:-1]])
+    checkify.check(~alone_s.any(), "reads_s: sequence {s} continues a sequence without tokens", s=jnp.argmax(alone_s))
+    chain_s = jnp.cumsum(reads_s != CONTINUES)
+    others_ss = (chain_s[:, None] != chain_s) & used_s[:, None] & used_s & (writes_s >= 0)  # [any sequence, writer]
+    clash_s = (others_ss & ((reads_s[:, None] == writes_s) | (writes_s[:, None] == writes_s))).any(0)
+    checkify.check(
+        ~clash_s.any(),
+        "writes_s[{s}] is page {page}, which another chain reads or writes",
+        s=jnp.argmax(clash_s), page=writes_s[jnp.argmax(clash_s)],
     )  # fmt: skip
 
 

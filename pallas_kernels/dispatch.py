@@ -54,6 +54,8 @@ GROUPS = {
     "KV writes": ("write_kv",),
     "block copies": ("copy_blocks",),
     "products": ("product",),
+    "recurrence": ("delta_rule",),
+    "causal convolutions": ("causal_conv",),
 }
 ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
 

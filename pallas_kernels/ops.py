@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import checks, reference
+from pallas_kernels import checks, recurrent, reference
 from pallas_kernels.options import (
     AttentionOptions,
+    Chains,
     Contexts,
     OutputAndLse,
     Pools,
@@ -38,7 +39,7 @@ from pallas_kernels.weights import Weight
 
 
 class Implementation(NamedTuple):
-    """Five functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
+    """Functions that compute the ops of `Ops` on arguments whose shapes and dtypes have been checked.
 
     The attention functions return the output and the log-sum-exp. `ragged_paged_attention` takes `cu_q_lens_s1` and
     `decode_s` before the options. `skips_rows`: whether products cost nothing for single rows that `wanted_t` leaves
@@ -52,6 +53,8 @@ class Implementation(NamedTuple):
     product: Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]] = reference.product
     skips_rows: bool = False
     least_rows: int = 1
+    delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.delta_rule
+    causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.causal_conv
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -65,7 +68,8 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
     multiply = getattr(code, "product", reference.product)
     return Implementation(
         code.write_kv, code.copy_blocks, decode, ragged, multiply, getattr(code, "SKIPS_ROWS", False),
-        getattr(code, "LEAST_ROWS", 1),
+        getattr(code, "LEAST_ROWS", 1), getattr(code, "delta_rule", recurrent.delta_rule),
+        getattr(code, "causal_conv", recurrent.causal_conv),
     )  # fmt: skip
 
 
@@ -241,6 +245,73 @@ class Ops:
     ) -> tuple[jax.Array, ...]:
         """Compute the products of the same rows with several weights, as `product` does, in one pass."""
         return self._multiply(x_ti, weights, ProductOptions(dtype=dtype, wanted_t=wanted_t))
+
+    def delta_rule(
+        self,
+        q_tkd: jax.Array,
+        k_tkd: jax.Array,
+        v_thv: jax.Array,
+        log_decay_th: jax.Array,
+        beta_th: jax.Array,
+        states: jax.Array,
+        chains: Chains,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the gated delta rule (Gated DeltaNet, arXiv 2412.06464) token by token.
+
+        The state S [D, V] of a head is updated by each token: S *= exp(g), u = (v - k^T S) * beta, S += k u^T, and the
+        output is q^T S. All of it is computed in float32, in one order of sums: a token's result has the same bits for
+        any cut of its sequence into calls and chunks. The pages are written in place if the enclosing jit donates them.
+
+        Args:
+            q_tkd, k_tkd: [T, K, D], float32, bfloat16 or float16, normalized and scaled by the caller. Head h of the
+                values uses head h // (H / K).
+            v_thv: [T, H, V], float32, bfloat16 or float16; H a multiple of K.
+            log_decay_th, beta_th: [T, H] float32, g (at most 0) and beta.
+            states: [P, H, D, V] float32, the pages.
+            chains: the sequences, and the pages that they read and write; see `Chains`.
+
+        Returns:
+            [T, H, V] in v's dtype, 0 for tokens that no sequence owns; and the pages.
+        """
+        arguments = _arrays("delta_rule", q_tkd, k_tkd, v_thv, log_decay_th, beta_th, states, chains)
+        checks.check_delta_rule(*arguments)
+        if self.debug:
+            checks.check_chains(arguments[-1], len(q_tkd), len(states))
+        return self.implementation.delta_rule(*arguments)
+
+    def causal_conv(
+        self,
+        x_tc: jax.Array,
+        weight_cw: jax.Array,
+        bias_c: jax.Array | None,
+        states: jax.Array,
+        chains: Chains,
+        activation: str | None = "silu",
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the causal convolution of each channel over the last W inputs of its sequence.
+
+        The state is the last W - 1 inputs, the oldest first. Sums, bias and activation are computed in float32 and
+        rounded once. The pages are written in place if the enclosing jit donates them.
+
+        Args:
+            x_tc: [T, C], float32, bfloat16 or float16.
+            weight_cw: [C, W], W at least 2, float32, bfloat16 or float16; column W - 1 is the factor of the token's own
+                input.
+            bias_c: [C], float32, bfloat16 or float16.
+            states: [P, W - 1, C], x's dtype or float32, which hold inputs exactly.
+            chains: the sequences, and the pages that they read and write; see `Chains`.
+            activation: one of `reference.ACTIVATIONS`; None: none.
+
+        Returns:
+            [T, C] in x's dtype, 0 for tokens that no sequence owns; and the pages.
+        """
+        (x_tc, weight_cw, bias_c, states), chains = _arrays("causal_conv", (x_tc, weight_cw, bias_c, states), chains)
+        checks.check_causal_conv(x_tc, weight_cw, bias_c, states, chains)
+        if activation not in (None, *reference.ACTIVATIONS):
+            raise ValueError(f"activation is {activation!r}, expected one of {[*reference.ACTIVATIONS]} or None")
+        if self.debug:
+            checks.check_chains(chains, len(x_tc), len(states))
+        return self.implementation.causal_conv(x_tc, weight_cw, bias_c, states, chains, activation)
 
     def _multiply(self, x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
         checks.check_product(x_ti, weights, options)

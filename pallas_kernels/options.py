@@ -15,6 +15,29 @@ Written = tuple[jax.Array, jax.Array, jax.Array | None]  # pools, and rotated qu
 OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
 
 
+NO_STATE, CONTINUES = -1, -2  # of `Chains.reads_s`
+
+
+class Chains(NamedTuple):
+    """Sequences of tokens and the pages of their states, for recurrent layers.
+
+    A chain is a sequence with the sequences after it that continue it. No page that a chain writes is read by another
+    chain of the same call.
+
+    Attributes:
+        cu_q_lens_s1: [S + 1] int32, from 0 to at most T, non-decreasing: sequence s owns tokens `cu_q_lens[s]` to below
+            `cu_q_lens[s + 1]`. A sequence without tokens reads and writes nothing.
+        reads_s: [S] int32, the page with the state before the first token of a sequence; NO_STATE: the state is zeros;
+            CONTINUES: it is the state after the last token of sequence s - 1, which has tokens.
+        writes_s: [S] int32, the page that the state after the last token is written to; -1: none. A sequence may write
+            the page that its chain reads.
+    """
+
+    cu_q_lens_s1: jax.Array
+    reads_s: jax.Array
+    writes_s: jax.Array
+
+
 class Contexts(NamedTuple):
     """Keys and values of sequences in the blocks of pools.
 

@@ -1,7 +1,7 @@
 """Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
 
-They are attention over the blocks of the pool, writes into it, and products with weights. XLA copies blocks as fast as
-memory allows.
+They are attention over the blocks of the pool, writes into it, products with weights, and the ops of recurrent layers.
+XLA copies blocks as fast as memory allows.
 """
 
 import importlib.util
@@ -18,6 +18,8 @@ SKIPS_ROWS = True  # of products, see `ops.Implementation`
 if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.attention import paged_decode_attention, ragged_paged_attention
     from pallas_kernels.cpu.code import Machine
+    from pallas_kernels.cpu.conv import causal_conv
+    from pallas_kernels.cpu.delta import delta_rule
     from pallas_kernels.cpu.product import product, usual_target
     from pallas_kernels.cpu.writes import write_kv
     from pallas_kernels.cpu.zeros import zeros
@@ -46,6 +48,6 @@ def reads_bfloat16() -> bool:
 
 
 __all__ = [
-    "copy_blocks", "paged_decode_attention", "product", "ragged_paged_attention", "reads_bfloat16", "unsupported",
-    "write_kv", "zeros",
+    "causal_conv", "copy_blocks", "delta_rule", "paged_decode_attention", "product", "ragged_paged_attention",
+    "reads_bfloat16", "unsupported", "write_kv", "zeros",
 ]  # fmt: skip

@@ -13,7 +13,10 @@ from pallas_kernels import SelfTest, toolchain
 from pallas_kernels.selftest import FAILED, PASSED, TESTS, UNTESTED, Result
 from tests.kernels.test_selftest import put
 
-OPS = {"write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "product"}
+OPS = {
+    "write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "product", "delta_rule",
+    "causal_conv",
+}  # fmt: skip
 
 
 class H200:
@@ -101,7 +104,8 @@ def test_a_planted_fault_is_reported_and_the_status_is_1(h200, monkeypatch, caps
     found = reported(capsys, status=1)
     assert {op["op"]: op["implementation"] for op in found["ops"]} == {
         "write_kv": "mosaic", "copy_blocks": "mosaic", "paged_decode_attention": "triton",
-        "ragged_paged_attention": "triton", "product": "reference",
+        "ragged_paged_attention": "triton", "product": "reference", "delta_rule": "reference",
+        "causal_conv": "reference",
     }  # fmt: skip
     (failed,) = (test for test in found["tests"] if test["status"] != PASSED)
     assert (failed["program"], failed["test"], failed["status"]) == ("mosaic", "ragged_paged_attention", FAILED)

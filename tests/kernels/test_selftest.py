@@ -54,7 +54,8 @@ def statuses(results) -> dict[str, str]:
 
 
 def choices(kernels) -> dict[str, str]:
-    return {choice.op: choice.implementation for choice in kernels.account}
+    """Return the implementations of the ops that have self-tests."""
+    return {choice.op: choice.implementation for choice in kernels.account if choice.op in OPS}
 
 
 def alive(process: int) -> bool:

@@ -1,6 +1,7 @@
 """Contract between a model and the engine: the model's call and its attributes."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -27,7 +28,8 @@ class Recur(Protocol):
         """Return the outputs [T, H, V] of the gated delta rule, as `pallas_kernels.delta_rule`."""
 
 
-class LayerOps(NamedTuple):
+@dataclass(frozen=True)
+class LayerOps:
     """Attention and the ops of `Recur`, in one argument of a model."""
 
     attend: Callable[..., jax.Array]

@@ -204,8 +204,9 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         AttentionSpec(scale, window, variation.soft_cap)
         for window in variation.windows or (None,) * config.num_hidden_layers
     ]
-    for layer in at.layers if at else ():
-        specs[layer] = RecurrentSpec(at.num_value_heads, at.key_dim, at.value_dim, at.channels, at.taps)
+    if at is not None:
+        for layer in at.layers:
+            specs[layer] = RecurrentSpec(at.num_value_heads, at.key_dim, at.value_dim, at.channels, at.taps)
     return tuple(specs)
 
 

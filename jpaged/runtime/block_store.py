@@ -1,6 +1,7 @@
 """KV blocks of an engine, on the device and on the host, and their moves between steps."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -121,13 +122,12 @@ class BlockStore:
             self._swap_in(((-1, -1),))
 
     def lowered_swaps(self) -> Iterator[Lowered]:
-        """Yield the functions of swaps as jax lowers them; none without room on the host."""
-        if not self.num_host_blocks:
-            return
+        """Return the functions of swaps as jax lowers them one after the other; none without room on the host."""
         keys_and_values, states = self.cache.parts([form_of(array) for array in self.pool])
-        yield from self.host.lowered(keys_and_values)
-        if states:
-            yield from self.host_pages.lowered(states)
+        return itertools.chain(
+            self.host.lowered(keys_and_values) if self.num_host_blocks else (),
+            self.host_pages.lowered(states) if self.num_host_pages else (),
+        )
 
     def swap_round_trip(self, count: int) -> Pool:
         """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""

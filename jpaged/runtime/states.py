@@ -46,14 +46,15 @@ class StateLayout:
         y_tc, states[at] = self.kernels.causal_conv(x_tc, weight_cw, None, states[at], chains_of(batch), activation)
         return y_tc
 
-    def recur(self, states: States, layer: int, batch: Batch, *arguments: jax.Array) -> jax.Array:
-        """Return the outputs [T, H, V] of a layer's gated delta rule, whose states are replaced.
-
-        `arguments` are those of `pallas_kernels.delta_rule` before the states.
-        """
+    def recur(
+        self, states: States, layer: int, batch: Batch, q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array,
+        log_decay_th: jax.Array, beta_th: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """Return the outputs [T, H, V] of a layer's gated delta rule, whose states are replaced."""
         assert self.kernels is not None, "there are recurrent layers"
         at = 2 * self._place(layer) + 1
-        o_thv, states[at] = self.kernels.delta_rule(*arguments, states[at], chains_of(batch))
+        arrays = q_tkd, k_tkd, v_thv, log_decay_th, beta_th, states[at]
+        o_thv, states[at] = self.kernels.delta_rule(*arrays, chains_of(batch))
         return o_thv
 
     def _place(self, layer: int) -> int:
@@ -62,6 +63,7 @@ class StateLayout:
 
 def chains_of(batch: Batch) -> Chains:
     """Return the tokens and the pages of a batch's sequences."""
+    assert batch.reads is not None and batch.writes is not None, "the layout has states"
     return Chains(batch.cu_q_lens, batch.reads, batch.writes)
 
 

@@ -61,9 +61,7 @@ def run(
         exact=schedule.exact,
     )  # fmt: skip
     blocks = runner.blocks
-    make = partial(
-        BlockPool, block_size=BLOCK, windows=blocks.cache.groups.windows, reach=limits.max_tokens_in_flight
-    )
+    make = partial(BlockPool, block_size=BLOCK, windows=blocks.cache.groups.windows, reach=limits.max_tokens_in_flight)
     host = None
     if schedule.preemption == "swap":
         host = make(blocks.num_host_blocks, num_pages=blocks.num_host_pages, enable_prefix_caching=False)

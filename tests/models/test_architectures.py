@@ -202,12 +202,12 @@ def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
 
 
 def test_every_parameter_names_its_axes(case):
-    """Matrices of layers are divided among devices, except those of routers and embeddings."""
+    """Matrices of layers are divided among devices, except those of routers, recurrent layers and embeddings."""
     model, *_ = case
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         names = leaf.get_metadata()["out_sharding"]
         assert len(names) == leaf.ndim, path
-        whole = {"gate", "embed_positions", "project_in", "project_out"} & set(path)
+        whole = {"gate", "embed_positions", "project_in", "project_out", "linear_attn"} & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
 
 

@@ -538,7 +538,7 @@ def test_an_error_for_want_of_memory_names_the_field_that_sized_the_pool(model, 
     monkeypatch.setattr(pool, "available_memory", lambda device: 2**40)
     monkeypatch.setattr(KVCache, "allocate", lambda *args: pools.append(args) or [])
     runner = runner_of(model, EngineConfig(num_gpu_blocks_override=override), Limits(16, 2, 8, 8))
-    assert pools == [(runner.blocks.cache, 10**5, runner.placement.pool)]
+    assert pools == [(runner.blocks.cache, 10**5, 0, runner.placement.pool)]
     size = 10**5 * cache_of(LLAMA, 8, "float32").block_bytes / 2**30
     words = rf"^{name}: no memory is left with a KV pool of 100000 blocks \({size:.2f} GiB\)"
     with pytest.raises(ValueError, match=words), runner.blocks.exhaustion():

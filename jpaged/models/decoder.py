@@ -17,10 +17,10 @@ from jpaged.models.base import Attend, AttentionSpec, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
+from jpaged.models.mlp import Mlp
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
 from pallas_kernels import rotate
-from pallas_kernels.reference import ACTIVATIONS
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
 Norm = Callable[[jax.Array], jax.Array]
@@ -75,31 +75,6 @@ class Attention(nnx.Module):
         return norm(x_tnh.reshape(shape)).reshape(x_tnh.shape)
 
 
-class Mlp(nnx.Module):
-    """Gated MLP."""
-
-    is_gated = True  # see `fuse`
-
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        d, f = config.hidden_size, config.intermediate_size
-        linear = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.activation, self.size = config.hidden_act, f
-        self.gate_proj = linear(d, f, ("mlp", None))
-        self.up_proj = linear(d, f, ("mlp", None))
-        self.down_proj = linear(f, d, (None, "mlp"))
-
-    def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]."""
-        if not hasattr(self, "gate_up_proj"):
-            return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
-        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj((ACTIVATIONS[self.activation](gate) * up).reshape(len(x_td), -1))
-
-    def fuse(self, place: Place, join: Join) -> None:
-        """Fuse gate and up."""
-        fuse_linears(self, "gate_up_proj", ("gate_proj", "up_proj"), place, join)
-
-
 class Layer(nnx.Module):
     """Decoder layer: attention and MLP with their norms, each with a residual connection."""
 
@@ -118,7 +93,7 @@ class Layer(nnx.Module):
         if experts is not None and layer not in experts.dense_layers:
             self.mlp: Any = MixtureOfExperts(config, experts, dtype, rngs)
         else:
-            self.mlp = Mlp(config, dtype, rngs)
+            self.mlp = Mlp(config, config.intermediate_size, dtype, rngs)
         add_norm(3)
 
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:

@@ -54,6 +54,10 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="mixture of experts, also in some layers only; norms of heads",
     ),
     Architecture(
+        qwen.Qwen2MoeConfig, Decoder, qwen.moe_source, examples=("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B"),
+        features="mixture of experts, also in some layers only; a gated expert that all tokens share",
+    ),
+    Architecture(
         gemma.Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
         features="windows in every second layer, soft caps of scores and logits",
     ),

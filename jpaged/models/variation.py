@@ -150,6 +150,8 @@ class Experts:
         intermediate_size: MLP dim of an expert.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         dense_layers: layers with an MLP.
+        shared_size: MLP dim of the expert that computes all tokens; 0: there is none.
+        shared_gate: whether this expert's output is multiplied by a sigmoid of a linear layer.
     """
 
     num_experts: int
@@ -157,12 +159,15 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
         count, used = self.num_experts, self.num_experts_per_tok
         require(count <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS}", count)
         require(self.intermediate_size >= 1, "moe_intermediate_size", "at least 1", self.intermediate_size)
+        require(self.shared_size >= 0, "shared_expert_intermediate_size", "at least 0", self.shared_size)
         require(1 <= used <= count, "num_experts_per_tok", f"between 1 and the number of experts ({count})", used)
 
 

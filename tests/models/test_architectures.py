@@ -35,7 +35,7 @@ SEVERAL_SHAPES = ("gemma2", "gemma3", "opt-350m")
 ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
-    "olmo3", "ministral", "ministral3-window",
+    "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense",
 )  # fmt: skip
 TEXT_PARTS = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}  # decoders of other architectures
 
@@ -172,11 +172,13 @@ def test_planted_errors_are_noticed(case):
         no_effect = model.config.model_type == "opt" and path[-2:] == ("k_proj", "bias")  # no rotation: softmax(x + c)
         if no_effect or (path[0] == "layers" and path[1] != 1):  # one layer stands for all
             continue
-        moved = leaves | {path: leaf.replace(jnp.roll(leaf[...], 1, axis=0))}
+        moved = leaves | {path: leaf.replace(jnp.roll(leaf[...], 1, axis=int(leaf.shape[0] == 1)))}
         assert np.abs(run(nnx.from_flat_state(moved)) - expected).max() > 10 * TOLERANCE, path
 
 
-@pytest.mark.parametrize("case", [pytest.param("mixtral", marks=pytest.mark.deep), "olmo2"], indirect=True)
+@pytest.mark.parametrize(
+    "case", ["olmo2", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "qwen2-moe"))], indirect=True
+)
 def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     """Each layer has two all-reduces, and two more for norms over all queries and all keys."""
     model, tensors, tokens, expected = case
@@ -204,7 +206,8 @@ def test_every_parameter_names_its_axes(case):
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         names = leaf.get_metadata()["out_sharding"]
         assert len(names) == leaf.ndim, path
-        whole = {"gate", "embed_positions", "project_in", "project_out"} & set(path)
+        undivided = {"gate", "shared_expert_gate", "embed_positions", "project_in", "project_out"}
+        whole = undivided & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
 
 

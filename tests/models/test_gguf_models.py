@@ -31,6 +31,7 @@ CASES = {
         "olmo3", "olmo3-types", "ministral3",
     )},
     "mixtral": architectures.CASES["mixtral"] | {"rope_theta": 1e6},
+    "qwen2-moe": architectures.CASES["qwen2-moe"] | {"norm_topk_prob": False},
     # The size of heads is the scalar, except in models of 27B.
     **{name: architectures.CASES[name] | {"query_pre_attn_scalar": 32} for name in (
         "gemma2", "gemma3", "gemma3-types",

@@ -45,7 +45,8 @@ def phi3(original: int, limit: int, rotary_dim: int, **fields) -> dict:
 
 
 def experts(model_type: str, **fields) -> dict:
-    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[model_type]
+    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+            "qwen2_moe": "Qwen2MoeForCausalLM"}[model_type]  # fmt: skip
     return config(name, model_type, num_experts_per_tok=2, **fields)
 
 
@@ -129,6 +130,11 @@ CASES = {
     "qwen3-moe-dense": experts("qwen3_moe", num_experts=4, moe_intermediate_size=40, norm_topk_prob=False,
                                num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], head_dim=24,
                                use_sliding_window=True, sliding_window=WINDOW),
+    "qwen2-moe": experts("qwen2_moe", num_experts=6, moe_intermediate_size=24, shared_expert_intermediate_size=40,
+                         norm_topk_prob=True),
+    "qwen2-moe-dense": experts("qwen2_moe", num_experts=4, moe_intermediate_size=40, num_hidden_layers=4,
+                               shared_expert_intermediate_size=24, decoder_sparse_step=2, mlp_only_layers=[3],
+                               use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
     "opt": opt(),
     "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=40, activation_function="gelu"),
 }  # fmt: skip

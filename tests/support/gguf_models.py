@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
     "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
+    "qwen2_moe": "qwen2moe",
 }  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -25,6 +26,8 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 EXPERTS = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
@@ -58,6 +61,7 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
     heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf.get("num_key_value_heads", hf["num_attention_heads"])}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")
+        tensor = tensor.reshape(-1) if stem.endswith("shared_expert_gate") else tensor
         if hf["model_type"].startswith("gemma") and stem.endswith("norm"):
             tensor = tensor + np.float32(1)
         if hf["model_type"] in ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3"):
@@ -98,6 +102,7 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
         "num_local_experts": writer.add_expert_count, "num_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "rope_local_base_freq": writer.add_rope_freq_base_swa,
     }.items():  # fmt: skip
         if hf.get(name) is not None:

@@ -220,7 +220,7 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
         dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
     if form.keeps_groups:
         dtypes = _kept_dtypes(pieces, shapes, form.takes) | dtypes
-    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
+    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, str(leaf.dtype)), form.place(leaf))
     return filled(config, form, read, rounded, kept, progress=progress)
 
 

@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim = h
-        self.qk_norm = variation.qk_norm
+        self.qk_norm, self.adjacent_rope = variation.qk_norm, variation.adjacent_rope
         self.q_proj = linear(d, n, ("heads", None))
         self.k_proj = linear(d, k, ("kv_heads", None))
         self.v_proj = linear(d, k, ("kv_heads", None))
@@ -59,6 +59,8 @@ class Attention(nnx.Module):
             q_tnh, k_tkh = self._normed(q_tnh, self.q_norm), self._normed(k_tkh, self.k_norm)
         cos = sin = None
         if rotation is not None:
+            if self.adjacent_rope:
+                q_tnh, k_tkh = (_halved(x, 2 * rotation[0].shape[1]) for x in (q_tnh, k_tkh))
             if 2 * rotation[0].shape[1] == self.head_dim:
                 cos, sin = rotation
             else:  # `attend` rotates only whole heads
@@ -173,6 +175,15 @@ def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     """Rotate the first R dims of each head by cos and sin [T, R/2], half against half."""
     rotary_dim = 2 * cos.shape[1]
     return jnp.concatenate([rotate(x_tnh[..., :rotary_dim], cos, sin), x_tnh[..., rotary_dim:]], axis=-1)
+
+
+def _halved(x_tnh: jax.Array, rotary_dim: int) -> jax.Array:
+    """Return heads whose first dims are in another order, the even ones before the odd ones.
+
+    A rotation of halves then turns adjacent dims. Scores do not depend on an order that queries and keys share.
+    """
+    rotated_tnhi = x_tnh[..., :rotary_dim].reshape(*x_tnh.shape[:2], -1, 2)
+    return jnp.concatenate([rotated_tnhi[..., 0], rotated_tnhi[..., 1], x_tnh[..., rotary_dim:]], axis=-1)
 
 
 def _growing(attend: Attend, positions_t: jax.Array, config: ModelConfig) -> Attend:

@@ -249,6 +249,10 @@ def _scalar(file: GgufFile, hf: Hf, layers_of_27b: int) -> float:
     return scalar
 
 
+def _glm4(file: GgufFile, hf: Hf) -> Hf:
+    return _named("Glm4ForCausalLM", "glm4")(file, {"partial_rotary_factor": 1.0} | hf)
+
+
 def _phi3(file: GgufFile, hf: Hf) -> Hf:
     return _named("Phi3ForCausalLM", "phi3")(file, {"sliding_window": None} | hf)
 
@@ -270,6 +274,7 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4": _glm4,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, llama, mistral, opt, qwen, text_part
+from jpaged.models import gemma, glm, llama, mistral, opt, qwen, text_part
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
@@ -73,6 +73,18 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         llama.Phi3Config, Decoder, llama.phi3_source,
         examples=("microsoft/Phi-3.5-mini-instruct", "microsoft/Phi-4-mini-instruct", "microsoft/phi-4"),
         features="longrope, partial rotary embedding, sliding window",
+    ),
+    Architecture(
+        glm.GlmConfig, Decoder, llama.gate_up_source, examples=("zai-org/glm-4-9b-chat-hf",),
+        features="partial rotary embedding of adjacent dims; biases of queries, keys and values",
+    ),
+    Architecture(
+        glm.Glm4Config, Decoder, llama.gate_up_source, examples=("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
+        features="as GLM, with norms after attention and MLP, too",
+    ),
+    Architecture(
+        glm.Glm4MoeConfig, Decoder, glm.moe_source, glm.is_derived, examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+        features="mixture of experts with sigmoids and groups in the router, an expert that all tokens share",
     ),
     Architecture(
         llama.Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),

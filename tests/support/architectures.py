@@ -50,6 +50,11 @@ def experts(model_type: str, **fields) -> dict:
     return config(name, model_type, num_experts_per_tok=2, **fields)
 
 
+def glm4_moe(**fields) -> dict:
+    mixture = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    return config("Glm4MoeForCausalLM", "glm4_moe", **mixture | fields)
+
+
 def opt(**fields) -> dict:
     known = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -108,6 +113,13 @@ CASES = {
     "phi3-short": phi3(256, 512, 16),
     "phi3-long": phi3(32, 256, 12, partial_rotary_factor=0.75, tie_word_embeddings=True),
     "phi3-window": config("Phi3ForCausalLM", "phi3", sliding_window=WINDOW),
+    "glm": config("GlmForCausalLM", "glm", head_dim=24, rms_norm_eps=1e-6),
+    "glm-whole": config("GlmForCausalLM", "glm", head_dim=20, partial_rotary_factor=1.0, attention_bias=False),
+    "glm4": config("Glm4ForCausalLM", "glm4", head_dim=32),
+    "glm4-no-biases": config("Glm4ForCausalLM", "glm4", head_dim=16, attention_bias=False, tie_word_embeddings=True),
+    "glm4-moe": glm4_moe(n_routed_experts=5, norm_topk_prob=False, use_qk_norm=True, head_dim=24, attention_bias=True),
+    "glm4-moe-groups": glm4_moe(n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=2, num_experts_per_tok=3,
+                                routed_scaling_factor=2.5),
     "olmo2": config("Olmo2ForCausalLM", "olmo2", rope_theta=5e5),
     "olmo2-mha": config("Olmo2ForCausalLM", "olmo2", num_key_value_heads=4, attention_bias=True),
     "olmo3": config("Olmo3ForCausalLM", "olmo3", num_hidden_layers=4, sliding_window=WINDOW, rope_theta=5e5,

@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
     "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
-    "qwen2_moe": "qwen2moe",
+    "qwen2_moe": "qwen2moe", "glm4": "glm4",
 }  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -41,7 +41,8 @@ def norm_names(hf: dict[str, Any]) -> dict[str, str]:
     if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3"):
         after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return after | {"pre_feedforward_layernorm": "ffn_norm"}
-    return {"post_attention_layernorm": "ffn_norm"}
+    after = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}  # of GLM-4
+    return after | {"post_attention_layernorm": "ffn_norm"}
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -93,7 +94,9 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
     if hf.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(int(head_dim * hf.get("partial_rotary_factor", 1)))
+    writer.add_rope_dimension_count(
+        int(head_dim * hf.get("partial_rotary_factor", 0.5 if hf["model_type"] == "glm4" else 1))
+    )
     for name, add in {
         "attention_multiplier": writer.add_attention_scale, "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale, "logits_scaling": writer.add_logit_scale,

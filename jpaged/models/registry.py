@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, glm, llama, mistral, opt, qwen, text_part
+from jpaged.models import gemma, glm, granite, llama, mistral, opt, qwen, text_part
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
@@ -98,6 +98,16 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         llama.GraniteConfig, Decoder,
         examples=("ibm-granite/granite-3.3-2b-instruct", "ibm-granite/granite-3.3-8b-instruct"),
         features="factors on embeddings, scores, residuals and logits",
+    ),
+    Architecture(
+        granite.GraniteMoeConfig, Decoder, granite.moe_source,
+        examples=("ibm-granite/granite-3.1-3b-a800m-instruct", "ibm-granite/granite-3.1-1b-a400m-instruct"),
+        features="Granite's factors, mixture of experts",
+    ),
+    Architecture(
+        granite.GraniteMoeSharedConfig, Decoder, granite.moe_source,
+        examples=("ibm-research/moe-7b-1b-active-shared-experts",),
+        features="Granite's factors, mixture of experts, an expert that all tokens share",
     ),
     Architecture(
         llama.SmolLM3Config, Decoder, examples=("HuggingFaceTB/SmolLM3-3B",),

@@ -37,7 +37,7 @@ ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
     "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense", "glm",
-    "glm4", "glm4-moe-groups",
+    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared",
 )  # fmt: skip
 TEXT_PARTS = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}  # decoders of other architectures
 

@@ -50,6 +50,15 @@ def experts(model_type: str, **fields) -> dict:
     return config(name, model_type, num_experts_per_tok=2, **fields)
 
 
+def granite_moe(shared: bool = False, **fields) -> dict:
+    factors = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6,
+               "logits_scaling": 1.5, "intermediate_size": 24}  # fmt: skip
+    name, model_type = "GraniteMoeForCausalLM", "granitemoe"
+    if shared:
+        name, model_type = "GraniteMoeSharedForCausalLM", "granitemoeshared"
+    return config(name, model_type, **factors | fields)
+
+
 def glm4_moe(**fields) -> dict:
     mixture = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     return config("Glm4MoeForCausalLM", "glm4_moe", **mixture | fields)
@@ -132,6 +141,10 @@ CASES = {
                       residual_multiplier=0.6, logits_scaling=1.5),
     "granite-biases": config("GraniteForCausalLM", "granite", embedding_multiplier=12.0, attention_multiplier=0.1,
                              residual_multiplier=0.22, logits_scaling=1.2, attention_bias=True, mlp_bias=True),
+    "granite-moe": granite_moe(num_local_experts=6),
+    "granite-moe-tied": granite_moe(num_local_experts=4, tie_word_embeddings=True, attention_bias=True),
+    "granite-moe-shared": granite_moe(True, num_local_experts=5, shared_intermediate_size=40),
+    "granite-moe-not-shared": granite_moe(True, num_local_experts=6, num_experts_per_tok=3),
     "smollm3": config("SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=2, num_hidden_layers=4,
                       tie_word_embeddings=True),
     "smollm3-window": config("SmolLM3ForCausalLM", "smollm3", no_rope_layers=[0, 1, 1], use_sliding_window=True,

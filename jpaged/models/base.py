@@ -115,12 +115,14 @@ class LeafSource(NamedTuple):
     """Place of a leaf in a checkpoint.
 
     Attributes:
-        parts: one after another along the first axis.
+        parts: one after another along an axis.
         stacked: whether each part is a whole tensor, which becomes one row of the leaf along a new first axis.
+        axis: axis of the tensors and of the leaf, along which parts have rows.
     """
 
     parts: tuple[Part, ...]
     stacked: bool = False
+    axis: int = 0
 
 
 Graph = nnx.GraphDef[Any]  # of a module, without its leaves

@@ -54,12 +54,14 @@ class Use(NamedTuple):
         first: first row of the leaf that the tensor holds; of a stack, the row that is the whole tensor.
         start: row of the tensor that is this row.
         rows: number of rows.
+        axis: axis of rows.
     """
 
     path: LeafPath
     first: int
     start: int
     rows: int
+    axis: int = 0
 
 
 type Items[Value] = tuple[tuple[LeafPath, Value], ...]  # of a dict, to be hashed
@@ -153,14 +155,15 @@ def tensors_of(config: ModelConfig, leaves: Mapping[LeafPath, Any]) -> tuple[dic
     uses: dict[str, list[Use]] = {}
     shapes: Shapes = {}
     for path, leaf in leaves.items():
-        first, (parts, stacked) = 0, source(path, config)
-        rows_of_leaf, *rest = leaf.shape[1:] if stacked else leaf.shape
+        first, (parts, stacked, axis) = 0, source(path, config)
+        shape = leaf.shape[1:] if stacked else leaf.shape
         for part in parts:
-            rows = rows_of_leaf if part.rows is None else part.rows
-            uses.setdefault(part.name, []).append(Use(path, first, part.start, rows))
-            shapes[part.name] = (max(part.start + rows, shapes.get(part.name, (0,))[0]), *rest)
+            rows = shape[axis] if part.rows is None else part.rows
+            uses.setdefault(part.name, []).append(Use(path, first, part.start, rows, axis))
+            known = shapes[part.name][axis] if part.name in shapes else 0
+            shapes[part.name] = (*shape[:axis], max(part.start + rows, known), *shape[axis + 1 :])
             first += 1 if stacked else rows
-        assert first == leaf.shape[0], f"{path} has {leaf.shape[0]} rows, and its parts have {first}"
+        assert first == leaf.shape[axis], f"{path} has {leaf.shape[axis]} rows, and its parts have {first}"
     return uses, shapes
 
 
@@ -220,7 +223,7 @@ def load_tensors(find: Find, where: Path, config: ModelConfig, form: Form, *, pr
         dtypes[path] = kinds.pop() if len(kinds) == 1 else form.dtype
     if form.keeps_groups:
         dtypes = _kept_dtypes(pieces, shapes, form.takes) | dtypes
-    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, form.dtype), form.place(leaf))
+    read = lambda path, leaf: _read(pieces[path], leaf.shape, dtypes.get(path, str(leaf.dtype)), form.place(leaf))
     return filled(config, form, read, rounded, kept, progress=progress)
 
 
@@ -353,25 +356,27 @@ def _copies(host: np.ndarray, dtype: str, devices: Iterable[jax.Device]) -> list
 
 def _rows(pieces: Pieces, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the elements within `bounds` of a parameter from the tensors that hold its rows."""
-    (low, high), *rest = bounds
-    arrays = []
+    arrays, axis = [], pieces[0][1].axis
+    low, high = bounds[axis]
     for tensor, use in sorted(pieces, key=lambda piece: piece[1].first):
         if len(tensor.get_shape()) < len(bounds):  # a stack of tensors
             if low <= use.first < high:
-                (start, stop), *others = rest
+                (start, stop), *others = bounds[1:]
                 arrays.append(tensor[(slice(use.start + start, use.start + stop), *(slice(*b) for b in others))][None])
         else:
             start, stop = max(low, use.first) - use.first, min(high, use.first + use.rows) - use.first
             if start < stop:
-                arrays.append(tensor[(slice(use.start + start, use.start + stop), *(slice(*b) for b in rest))])
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                index = [slice(*each) for each in bounds]
+                index[axis] = slice(use.start + start, use.start + stop)
+                arrays.append(tensor[tuple(index)])
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)
 
 
-def _tensor(uses: Iterable[Use], shape: tuple[int, ...], leaves: Mapping[LeafPath, jax.Array]) -> np.ndarray:
+def _tensor(uses: Sequence[Use], shape: tuple[int, ...], leaves: Mapping[LeafPath, jax.Array]) -> np.ndarray:
     """Return a tensor of a checkpoint from the leaves that hold its rows."""
-    rows: dict[int, np.ndarray] = {}
+    rows, axis = {}, uses[0].axis
     for use in uses:
         leaf = leaves[use.path]
-        stacked = leaf.ndim > len(shape)
-        rows[use.start] = np.asarray(leaf[use.first] if stacked else leaf[use.first : use.first + use.rows])
-    return np.ascontiguousarray(np.concatenate([rows[start] for start in sorted(rows)]))
+        within = (slice(None),) * axis + (slice(use.first, use.first + use.rows),)
+        rows[use.start] = np.asarray(leaf[use.first] if leaf.ndim > len(shape) else leaf[within])
+    return np.ascontiguousarray(np.concatenate([rows[start] for start in sorted(rows)], axis=axis))

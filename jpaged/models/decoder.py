@@ -18,10 +18,10 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.delta import GatedDeltaNet
 from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
+from jpaged.models.mlp import Mlp
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
 from pallas_kernels import rotate
-from pallas_kernels.reference import ACTIVATIONS
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
 Norm = Callable[[jax.Array], jax.Array]
@@ -37,7 +37,7 @@ class Attention(nnx.Module):
         linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         n, k = config.num_attention_heads * h, config.num_key_value_heads * h
         self.head_dim, self.gated = h, variation.gated
-        self.qk_norm = variation.qk_norm
+        self.qk_norm, self.adjacent_rope = variation.qk_norm, variation.adjacent_rope
         self.q_proj = linear(d, n * (1 + self.gated), ("heads", None))
         self.k_proj = linear(d, k, ("kv_heads", None))
         self.v_proj = linear(d, k, ("kv_heads", None))
@@ -62,6 +62,8 @@ class Attention(nnx.Module):
             q_tnh, k_tkh = self._normed(q_tnh, self.q_norm), self._normed(k_tkh, self.k_norm)
         cos = sin = None
         if rotation is not None:
+            if self.adjacent_rope:
+                q_tnh, k_tkh = (_halved(x, 2 * rotation[0].shape[1]) for x in (q_tnh, k_tkh))
             if 2 * rotation[0].shape[1] == self.head_dim:
                 cos, sin = rotation
             else:  # `attend` rotates only whole heads
@@ -79,31 +81,6 @@ class Attention(nnx.Module):
         """Return heads [T, N, H], normed."""
         shape = x_tnh.shape if self.qk_norm == "head" else (len(x_tnh), -1)
         return norm(x_tnh.reshape(shape)).reshape(x_tnh.shape)
-
-
-class Mlp(nnx.Module):
-    """Gated MLP."""
-
-    is_gated = True  # see `fuse`
-
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        d, f = config.hidden_size, config.intermediate_size
-        linear = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.activation, self.size = config.hidden_act, f
-        self.gate_proj = linear(d, f, ("mlp", None))
-        self.up_proj = linear(d, f, ("mlp", None))
-        self.down_proj = linear(f, d, (None, "mlp"))
-
-    def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]."""
-        if not hasattr(self, "gate_up_proj"):
-            return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
-        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj((ACTIVATIONS[self.activation](gate) * up).reshape(len(x_td), -1))
-
-    def fuse(self, place: Place, join: Join) -> None:
-        """Fuse gate and up."""
-        fuse_linears(self, "gate_up_proj", ("gate_proj", "up_proj"), place, join)
 
 
 class Layer(nnx.Module):
@@ -127,7 +104,7 @@ class Layer(nnx.Module):
         if experts is not None and layer not in experts.dense_layers:
             self.mlp: Any = MixtureOfExperts(config, experts, dtype, rngs)
         else:
-            self.mlp = Mlp(config, dtype, rngs)
+            self.mlp = Mlp(config, config.intermediate_size, dtype, rngs)
         add_norm(3)
 
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
@@ -222,6 +199,15 @@ def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     """Rotate the first R dims of each head by cos and sin [T, R/2], half against half."""
     rotary_dim = 2 * cos.shape[1]
     return jnp.concatenate([rotate(x_tnh[..., :rotary_dim], cos, sin), x_tnh[..., rotary_dim:]], axis=-1)
+
+
+def _halved(x_tnh: jax.Array, rotary_dim: int) -> jax.Array:
+    """Return heads whose first dims are in another order, the even ones before the odd ones.
+
+    A rotation of halves then turns adjacent dims. Scores do not depend on an order that queries and keys share.
+    """
+    rotated_tnhi = x_tnh[..., :rotary_dim].reshape(*x_tnh.shape[:2], -1, 2)
+    return jnp.concatenate([rotated_tnhi[..., 0], rotated_tnhi[..., 1], x_tnh[..., rotary_dim:]], axis=-1)
 
 
 def _growing(attend: Attend, positions_t: jax.Array, config: ModelConfig) -> Attend:

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, -1), "nextn_predict_layers": (0,),
 }  # fmt: skip
 # Fields above that an architecture has with other values.
-READS = {"mistral3": ("attention.temperature_scale",)}
+READS = {"mistral3": ("attention.temperature_scale",), "qwen2moe": ("expert_shared_feed_forward_length",)}
 END_OF_TURN = (  # texts of tokens that end an answer, which most files do not mark in another way
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
@@ -187,6 +187,17 @@ def _qwen3moe(file: GgufFile, hf: Hf) -> Hf:
     return _named("Qwen3MoeForCausalLM", "qwen3_moe")(file, hf | experts)
 
 
+def _qwen2moe(file: GgufFile, hf: Hf) -> Hf:
+    experts, used = _value(file, "expert_count", 0), _value(file, "expert_used_count", 0)
+    dense = hf["intermediate_size"]
+    own = {
+        "num_experts": experts, "num_experts_per_tok": used,
+        "moe_intermediate_size": _value(file, "expert_feed_forward_length", dense // max(used, 1)),
+        "shared_expert_intermediate_size": _value(file, "expert_shared_feed_forward_length", dense),
+    }  # fmt: skip
+    return _named("Qwen2MoeForCausalLM", "qwen2_moe", qkv_bias=hf["attention_bias"])(file, hf | own)
+
+
 def _gemma2(file: GgufFile, hf: Hf) -> Hf:
     return _named("Gemma2ForCausalLM", "gemma2", query_pre_attn_scalar=_scalar(file, hf, 46))(file, hf)
 
@@ -238,6 +249,10 @@ def _scalar(file: GgufFile, hf: Hf, layers_of_27b: int) -> float:
     return scalar
 
 
+def _glm4(file: GgufFile, hf: Hf) -> Hf:
+    return _named("Glm4ForCausalLM", "glm4")(file, {"partial_rotary_factor": 1.0} | hf)
+
+
 def _phi3(file: GgufFile, hf: Hf) -> Hf:
     return _named("Phi3ForCausalLM", "phi3")(file, {"sliding_window": None} | hf)
 
@@ -255,9 +270,11 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "mistral3": _mistral3,
     "qwen2": _named("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _named("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4": _glm4,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,

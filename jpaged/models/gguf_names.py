@@ -40,6 +40,8 @@ def named_tensors(
         if tensor is None:
             continue
         used.add(own)
+        if shape == (1, *tensor.shape):  # the gate of a shared expert
+            tensor = GgufTensor(tensor.kind, shape, tensor.data[None])
         offset = -1.0 if file.architecture in WITH_OFFSET and name.endswith("norm.weight") else 0.0
         named[name] = GgufWeight(tensor, scales[own], _order(file, config, name, tensor, shape), offset)
     others = {name: GgufWeight(tensor, scales[name]) for name, tensor in file.tensors.items() if name not in used}

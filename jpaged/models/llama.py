@@ -174,15 +174,17 @@ def phi3_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf: queries, keys and values are one tensor, and gate and up are another one."""
     *_, name, leaf = path
     q, k = (config.head_dim * heads for heads in (config.num_attention_heads, config.num_key_value_heads))
+    places = {"q_proj": (0, q), "k_proj": (q, k), "v_proj": (q + k, k)}
+    if name not in places:
+        return gate_up_source(path, config)
+    return LeafSource((Part(f"model.layers.{path[1]}.self_attn.qkv_proj.{leaf}", *places[name]),))
+
+
+def gate_up_source(path: LeafPath, config: ModelConfig) -> LeafSource:
+    """Return the place of a leaf: gate and up are one tensor."""
+    *_, name, leaf = path
     f = config.intermediate_size
-    places = {
-        "q_proj": ("self_attn.qkv_proj", 0, q),
-        "k_proj": ("self_attn.qkv_proj", q, k),
-        "v_proj": ("self_attn.qkv_proj", q + k, k),
-        "gate_proj": ("mlp.gate_up_proj", 0, f),
-        "up_proj": ("mlp.gate_up_proj", f, f),
-    }
+    places = {"gate_proj": (0, f), "up_proj": (f, f)}
     if name not in places:
         return same_name(path, config)
-    fused, start, rows = places[name]
-    return LeafSource((Part(f"model.layers.{path[1]}.{fused}.{leaf}", start, rows),))
+    return LeafSource((Part(f"model.layers.{path[1]}.mlp.gate_up_proj.{leaf}", *places[name]),))

@@ -14,10 +14,12 @@ from jpaged.models.base import Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, Joint, join_variables
 from jpaged.models.layers import SCALE, Linear, Product, axes, weight_of
+from jpaged.models.mlp import Mlp
 from jpaged.models.variation import Experts
 from pallas_kernels.reference import ACTIVATIONS
 
-LEAST_SCORES = 16  # of a token in the softmax of a router
+LEAST_SCORES = 16  # of a token in the softmax or sigmoid of a router
+SMALL = 1e-20  # added to sums that weights are divided by
 EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -92,15 +94,23 @@ class FusedExperts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Experts with a linear router."""
+    """Experts with a linear router, and at will an expert that all tokens share."""
 
     is_gated = True  # see `fuse`
 
     def __init__(self, config: ModelConfig, experts: Experts, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f, e = config.hidden_size, experts.intermediate_size, experts.num_experts
         self.num_experts, self.top_k, self.normalizes = e, experts.num_experts_per_tok, experts.norm_topk_prob
+        self.router, self.scale = experts.router, experts.scale
+        self.groups, self.groups_per_token = experts.groups, experts.groups_per_tok
         self.gate = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
+        if self.router == "sigmoid":  # in float32, because the choice depends on small differences
+            self.gate_bias = nnx.Param(jnp.zeros(e, jnp.float32), **axes(None))
         self.experts: Any = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
+        if experts.shared_size:
+            self.shared_expert = Mlp(config, experts.shared_size, dtype, rngs)
+        if experts.shared_gate:
+            self.shared_expert_gate = Linear(d, 1, (None, None), bias=False, dtype=dtype, rngs=rngs)
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse the weights of the experts, unless they are quantized: packed numbers can't be transposed."""
@@ -108,15 +118,8 @@ class MixtureOfExperts(nnx.Module):
             self.experts = FusedExperts(self.experts, place, join)
 
     def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their probability."""
-        scores_te = self.gate(x_td, dtype=jnp.float32)
-        # XLA computes the exponentials of fewer numbers in a row one by one on a CPU, where they round otherwise.
-        padding = max(0, LEAST_SCORES - self.num_experts)
-        scores_te = jnp.pad(scores_te, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-        probabilities_te = jax.nn.softmax(scores_te, axis=-1)
-        weights_tk, chosen_tk = lax.top_k(probabilities_te, self.top_k)
-        if self.normalizes:
-            weights_tk = weights_tk / weights_tk.sum(axis=-1, keepdims=True)
+        """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their weight."""
+        weights_tk, chosen_tk = self._routed(x_td)
         expert_m = chosen_tk.reshape(-1)
         order_m = jnp.argsort(expert_m, stable=True)
         sizes_e = jnp.bincount(expert_m, length=self.num_experts).astype(jnp.int32)
@@ -125,4 +128,46 @@ class MixtureOfExperts(nnx.Module):
         # The rows are put back in order and added up in a fixed order: a scatter would add in any order on a GPU.
         y_tkd = y_md[jnp.argsort(order_m)].reshape(*chosen_tk.shape, -1)
         weighted_td: jax.Array = (y_tkd.astype(jnp.float32) * weights_tk[:, :, None]).sum(axis=1)
+        if hasattr(self, "shared_expert"):
+            weighted_td += self._shared(x_td)
         return weighted_td.astype(x_td.dtype)
+
+    def _routed(self, x_td: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the weights [T, K] float32 of each token's experts, and the experts [T, K]."""
+        scores_te = _padded(self.gate(x_td, dtype=jnp.float32))
+        if self.router == "sigmoid":
+            probabilities_te = jax.nn.sigmoid(scores_te)
+            ranks_te = probabilities_te[:, : self.num_experts] + self.gate_bias[...]
+        else:
+            probabilities_te = ranks_te = jax.nn.softmax(scores_te, axis=-1)
+        if self.groups > 1:
+            ranks_te = self._within_groups(ranks_te[:, : self.num_experts])
+        _, chosen_tk = lax.top_k(ranks_te, self.top_k)
+        weights_tk = jnp.take_along_axis(probabilities_te, chosen_tk, axis=1)
+        if self.normalizes:  # all sigmoids may be 0
+            weights_tk = weights_tk / (weights_tk.sum(axis=-1, keepdims=True) + SMALL)
+        return weights_tk * self.scale, chosen_tk
+
+    def _within_groups(self, ranks_te: jax.Array) -> jax.Array:
+        """Return ranks [T, E] that are -inf outside the groups with the largest sums of their best two ranks."""
+        ranks_tge = ranks_te.reshape(len(ranks_te), self.groups, -1)
+        best_tg2, _ = lax.top_k(ranks_tge, 2)
+        _, groups_tk = lax.top_k(best_tg2.sum(axis=-1), self.groups_per_token)
+        is_chosen_tg = jax.nn.one_hot(groups_tk, self.groups, dtype=bool).any(axis=1)
+        return jnp.where(is_chosen_tg[:, :, None], ranks_tge, -jnp.inf).reshape(ranks_te.shape)
+
+    def _shared(self, x_td: jax.Array) -> jax.Array:
+        """Return the output [T, D] float32 of the expert that all tokens share."""
+        y_td = self.shared_expert(x_td).astype(jnp.float32)
+        if not hasattr(self, "shared_expert_gate"):
+            return y_td
+        return y_td * jax.nn.sigmoid(_padded(self.shared_expert_gate(x_td, dtype=jnp.float32)))[:, :1]
+
+
+def _padded(scores_te: jax.Array) -> jax.Array:
+    """Return scores with at least `LEAST_SCORES` in a row, the others -inf.
+
+    XLA computes the exponentials of fewer numbers in a row one by one on a CPU, where they round otherwise.
+    """
+    padding = max(0, LEAST_SCORES - scores_te.shape[1])
+    return jnp.pad(scores_te, ((0, 0), (0, padding)), constant_values=-jnp.inf)

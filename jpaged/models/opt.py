@@ -152,7 +152,7 @@ def layer_norm(size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 def source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf, below `model.decoder.` except for the head."""
-    (part,), _ = same_name(path, config)
+    (part,) = same_name(path, config).parts
     return LeafSource((part._replace(name=part.name.replace("model.", "model.decoder.", 1)),))
 
 

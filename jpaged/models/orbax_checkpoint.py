@@ -32,7 +32,7 @@ def load_orbax(directory: Path, config: ModelConfig, form: Form, *, progress: bo
     shapes = {name: tuple(array.shape) for name, array in stored.items()}
     check_names({name: leaves[path].shape for path, name in names.items()}, shapes, directory / ORBAX)
     if form.quantization is None:
-        target = {names[path]: _described(leaf, form.dtype, form.place) for path, leaf in leaves.items()}
+        target = {names[path]: _described(leaf, str(leaf.dtype), form.place) for path, leaf in leaves.items()}
         with _checkpointer() as checkpointer:
             arrays = checkpointer.restore(folder, target)
         return merged(graphdef, {path: leaf.replace(arrays[names[path]]) for path, leaf in leaves.items()})
@@ -41,7 +41,7 @@ def load_orbax(directory: Path, config: ModelConfig, form: Form, *, progress: bo
     def read(path: LeafPath, leaf: Leaf) -> jax.Array:
         import orbax.checkpoint as ocp
 
-        dtype = str(stored[names[path]].dtype) if path in rounded else form.dtype
+        dtype = str(stored[names[path]].dtype) if path in rounded else str(leaf.dtype)
         item = {names[path]: _described(leaf, dtype, form.place)}
         as_stored = ocp.checkpoint_utils.construct_restore_args(item)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

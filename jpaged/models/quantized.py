@@ -26,7 +26,8 @@ FORMATS = {
     "int4": Format("uint8", "float16", "float16", 32),
 }
 assert tuple(FORMATS) == QUANTIZATIONS
-UNQUANTIZED = ("lm_head", "gate")  # the head and the routers of experts: layers that `quantization` leaves as they are
+# The head, the routers of experts and the gates of shared experts: layers that `quantization` leaves as they are.
+UNQUANTIZED = ("lm_head", "gate", "shared_expert_gate")
 
 Formats = Mapping[LeafPath, Format]  # of quantized weights by path
 Takes = Callable[[Format, tuple[int, ...]], bool]  # whether products take a weight [O, I] or [E, O, I] in a form

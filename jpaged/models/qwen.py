@@ -1,4 +1,4 @@
-"""Qwen 2 to 3.6: biases of queries, keys and values, norms of heads, a mixture of experts, recurrent layers."""
+"""Qwen 2 to 3.6: biases of queries, keys and values, norms of heads, mixtures of experts, recurrent layers."""
 
 from dataclasses import replace
 
@@ -67,13 +67,45 @@ class Qwen3MoeConfig(Qwen3Config):
     @classmethod
     def variation_of(cls, hf: Hf) -> Variation:
         """Return the windows, the norms of heads and the experts."""
-        step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-        require(type(step) is int and step >= 1, "decoder_sparse_step", "at least 1", repr(step))
-        dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
-        count = hf.get("num_local_experts") or hf["num_experts"]  # the name in files of transformers 5, and before
-        sizes = count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"]
         # Transformers ignores this field for the mixture: a window is in every layer.
-        return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=Experts(*sizes, dense))
+        return replace(super().variation_of(hf | {"max_window_layers": 0}), experts=experts_of(hf))
+
+
+class Qwen2MoeConfig(Qwen2Config):
+    """Qwen 2 with a mixture of experts in some layers, an expert that all tokens share, and windows in some layers."""
+
+    architecture = "Qwen2MoeForCausalLM"
+    model_type = "qwen2_moe"
+    defaults = Qwen2Config.defaults | {
+        "num_key_value_heads": 16, "decoder_sparse_step": 1, "mlp_only_layers": None, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False, "qkv_bias": True,
+    }  # fmt: skip
+    reads = Qwen2Config.reads | {"num_experts", "num_local_experts"}
+
+    @classmethod
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
+        """Return the values of the fields."""
+        return super().fields_of(hf, generation) | {"attention_bias": (cls.defaults | hf)["qkv_bias"]}
+
+    @classmethod
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return the windows and the experts. By default every second layer below `max_window_layers` has a window."""
+        hf = hf if hf.get("use_sliding_window") else hf | {"sliding_window": None}
+        windowed = hf["max_window_layers"] if hf["sliding_window"] is not None else 0
+        layers = range(hf["num_hidden_layers"])
+        types = ["sliding_attention" if i < windowed and i % 2 == 0 else "full_attention" for i in layers]
+        experts = replace(experts_of(hf), shared_size=hf["shared_expert_intermediate_size"], shared_gate=True)
+        return Variation(output_bias=False, windows=windows_of(hf, types), experts=experts)
+
+
+def experts_of(hf: Hf) -> Experts:
+    """Return the experts of a Qwen's config.json. Raises ValueError."""
+    step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+    require(type(step) is int and step >= 1, "decoder_sparse_step", "at least 1", repr(step))
+    dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
+    count = hf.get("num_local_experts") or hf["num_experts"]  # the name in files of transformers 5, and before
+    return Experts(count, hf["num_experts_per_tok"], hf["moe_intermediate_size"], hf["norm_topk_prob"], dense)
 
 
 class Qwen35Config(Qwen3Config):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, llama, mistral, opt, qwen, text_part
+from jpaged.models import gemma, glm, granite, llama, mistral, opt, qwen, text_part
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
@@ -62,6 +62,10 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         examples=("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B"), features="the text part; no images",
     ),
     Architecture(
+        qwen.Qwen2MoeConfig, Decoder, qwen.moe_source, examples=("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B"),
+        features="mixture of experts, also in some layers only; a gated expert that all tokens share",
+    ),
+    Architecture(
         gemma.Gemma2Config, Decoder, examples=("google/gemma-2-2b-it", "google/gemma-2-9b-it"),
         features="windows in every second layer, soft caps of scores and logits",
     ),
@@ -79,6 +83,18 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="longrope, partial rotary embedding, sliding window",
     ),
     Architecture(
+        glm.GlmConfig, Decoder, llama.gate_up_source, examples=("zai-org/glm-4-9b-chat-hf",),
+        features="partial rotary embedding of adjacent dims; biases of queries, keys and values",
+    ),
+    Architecture(
+        glm.Glm4Config, Decoder, llama.gate_up_source, examples=("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
+        features="as GLM, with norms after attention and MLP, too",
+    ),
+    Architecture(
+        glm.Glm4MoeConfig, Decoder, glm.moe_source, glm.is_derived, examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+        features="mixture of experts with sigmoids and groups in the router, an expert that all tokens share",
+    ),
+    Architecture(
         llama.Olmo2Config, Decoder, examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0425-1B"),
         features="norms after attention and MLP, norms of all queries and keys",
     ),
@@ -90,6 +106,16 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         llama.GraniteConfig, Decoder,
         examples=("ibm-granite/granite-3.3-2b-instruct", "ibm-granite/granite-3.3-8b-instruct"),
         features="factors on embeddings, scores, residuals and logits",
+    ),
+    Architecture(
+        granite.GraniteMoeConfig, Decoder, granite.moe_source,
+        examples=("ibm-granite/granite-3.1-3b-a800m-instruct", "ibm-granite/granite-3.1-1b-a400m-instruct"),
+        features="Granite's factors, mixture of experts",
+    ),
+    Architecture(
+        granite.GraniteMoeSharedConfig, Decoder, granite.moe_source,
+        examples=("ibm-research/moe-7b-1b-active-shared-experts",),
+        features="Granite's factors, mixture of experts, an expert that all tokens share",
     ),
     Architecture(
         llama.SmolLM3Config, Decoder, examples=("HuggingFaceTB/SmolLM3-3B",),

@@ -19,7 +19,7 @@ def text_config(hf: Hf) -> Hf:
 
 def source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf of the text part."""
-    (part,), _ = same_name(path, config)
+    (part,) = same_name(path, config).parts
     return LeafSource((part._replace(name=PREFIX + part.name),))
 
 

@@ -150,6 +150,12 @@ class Experts:
         intermediate_size: MLP dim of an expert.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         dense_layers: layers with an MLP.
+        shared_size: MLP dim of the expert that computes all tokens; 0: there is none.
+        shared_gate: whether this expert's output is multiplied by a sigmoid of a linear layer.
+        router: "softmax", or "sigmoid": with a bias that counts only for the choice of experts.
+        groups: number of groups of experts, of which a token chooses some by their best two experts.
+        groups_per_tok: number of groups that a token chooses.
+        scale: factor on the weights of a token's experts.
     """
 
     num_experts: int
@@ -157,12 +163,24 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+    shared_gate: bool = False
+    router: str = "softmax"
+    groups: int = 1
+    groups_per_tok: int = 1
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
         count, used = self.num_experts, self.num_experts_per_tok
         require(count <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS}", count)
         require(self.intermediate_size >= 1, "moe_intermediate_size", "at least 1", self.intermediate_size)
+        require(self.shared_size >= 0, "shared_expert_intermediate_size", "at least 0", self.shared_size)
+        groups, chosen = self.groups, self.groups_per_tok
+        fits = groups == 1 or (groups > 1 and not count % groups and count // groups > 1)
+        require(fits, "n_group", f"1, or a number of groups of the {count} experts with two or more", groups)
+        require(1 <= chosen <= groups, "topk_group", f"between 1 and the number of groups ({groups})", chosen)
+        count = count // groups * chosen
         require(1 <= used <= count, "num_experts_per_tok", f"between 1 and the number of experts ({count})", used)
 
 
@@ -213,6 +231,7 @@ class Variation:
             all tokens in every layer.
         local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
+        adjacent_rope: whether the rotary embedding turns adjacent dims, and not the two halves of a head.
         scale: factor on q·k; None: head_dim ** -0.5.
         query_growth: g where the query at position p of an original context of c tokens has the factor
             1 + g * log(1 + floor(p / c)).
@@ -233,6 +252,7 @@ class Variation:
     windows: tuple[int | None, ...] = ()
     local_rope: RopeConfig | None = None
     no_rope: tuple[int, ...] = ()
+    adjacent_rope: bool = False
     scale: float | None = None
     query_growth: float = 0.0
     soft_cap: float | None = None

@@ -28,6 +28,7 @@ def mesh_shape(model: ModelConfig, size: int) -> MeshShape:
     divided = {name: getattr(model, name) for name in ("num_attention_heads", "intermediate_size")}
     if model.variation.experts is not None:
         divided["moe_intermediate_size"] = model.variation.experts.intermediate_size
+        divided["shared_expert_intermediate_size"] = model.variation.experts.shared_size
     for name, count in divided.items():
         if count % size:
             raise ValueError(f"tensor_parallel_size: must divide {name} ({count}) of the model, not {size}")

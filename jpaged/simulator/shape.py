@@ -16,6 +16,7 @@ class ModelShape:
         num_experts: experts of each layer with a mixture, 0 for a dense decoder.
         num_experts_per_tok: experts that compute a token.
         expert_size: MLP dim of an expert.
+        shared_size: MLP dim of the expert of each mixture that computes all tokens; 0: there is none.
         num_dense_layers: layers with an MLP in a decoder with experts.
         windows: tokens that a query of each layer sees; None: all tokens; (): all in every layer.
     """
@@ -34,6 +35,7 @@ class ModelShape:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     expert_size: int = 0
+    shared_size: int = 0
     num_dense_layers: int = 0
     windows: tuple[int | None, ...] = ()
 
@@ -45,6 +47,7 @@ class ModelShape:
             mixture = dict(
                 num_experts=experts.num_experts, num_experts_per_tok=experts.num_experts_per_tok,
                 expert_size=experts.intermediate_size, num_dense_layers=len(experts.dense_layers),
+                shared_size=experts.shared_size,
             )  # fmt: skip
         return cls(
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
@@ -59,8 +62,12 @@ class ModelShape:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         dense = self.num_dense_layers if self.num_experts else self.num_layers
         mlps = dense * self.mlp_matrices * self.hidden_size * self.intermediate_size
-        routers = (self.num_layers - dense) * self.num_experts * self.hidden_size
-        return self.num_layers * attention + mlps + routers
+        shared = self.mlp_matrices * self.shared_size  # rows of a mixture besides those of its router
+        return (
+            self.num_layers * attention
+            + mlps
+            + (self.num_layers - dense) * (self.num_experts + shared) * self.hidden_size
+        )
 
     @property
     def expert_params(self) -> int:

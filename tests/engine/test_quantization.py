@@ -287,12 +287,14 @@ def test_a_dtype_of_a_module_leaves_its_quantized_weights_as_they_are(quantizati
     assert {str(leaf.dtype) for name, leaf in tree.expected.items() if "proj.w" not in name} == {"bfloat16"}
 
 
-MODELS = ["qwen3-moe", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "opt", "gemma3"))]
+MODELS = [
+    "qwen3-moe", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "opt", "gemma3", "qwen2-moe"))
+]  # fmt: skip
 
 
 def model_of(case: str, seed: int = 0):
     """A model whose sizes are multiples of a group."""
-    sizes = {"intermediate_size": 96, "moe_intermediate_size": 32, "ffn_dim": 96}
+    sizes = {"intermediate_size": 96, "moe_intermediate_size": 32, "ffn_dim": 96, "shared_expert_intermediate_size": 32}
     sizes |= {"num_hidden_layers": 1} if case == "qwen3-moe" else {}
     hf = {key: sizes.get(key, value) for key, value in architectures.CASES[case].items()}
     config = next(one.config for one in registry.architectures() if one.config.describes(hf)).from_hf(hf)
@@ -307,8 +309,12 @@ def test_models_of_other_modules_compute_with_the_rounded_weights(case, quantiza
     quantized = quantize(model, quantization)
     dtypes = {name: str(leaf.dtype) for name, leaf in by_name(quantized).items()}
     of_experts = [dtype for name, dtype in dtypes.items() if ".experts." in name and name.endswith("_proj")]
-    assert set(of_experts) <= {FORMATS[quantization].dtype} and bool(of_experts) == (case in ("mixtral", "qwen3-moe"))
-    assert all(dtype == "float32" for name, dtype in dtypes.items() if name.endswith("mlp.gate.weight"))
+    assert set(of_experts) <= {FORMATS[quantization].dtype} and bool(of_experts) == (case == "mixtral" or "moe" in case)
+    routers = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+    assert all(dtype == "float32" for name, dtype in dtypes.items() if name.endswith(routers))
+    assert dtypes.get("layers.0.mlp.shared_expert.up_proj.weight", FORMATS[quantization].dtype) == (
+        FORMATS[quantization].dtype
+    )
     tokens, mask = jnp.arange(8)[None], jnp.tril(jnp.ones((1, 8, 8), bool))
     compute = nnx.jit(lambda model: logits(model, tokens, tokens, mask))
     found, expected = compute(quantized), compute(with_dense_weights(model, quantized))

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import Limits
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
+from jpaged.models.orbax_checkpoint import load_orbax, save_orbax
 from jpaged.models.variation import RopeConfig
 from jpaged.rl.sequences import causal_attention
 from jpaged.runtime.batch import Bucket, Buckets
@@ -35,7 +36,8 @@ SEVERAL_SHAPES = ("gemma2", "gemma3", "qwen3.5", "opt-350m")
 ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
-    "olmo3", "ministral", "ministral3-window",
+    "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense", "glm",
+    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared",
 )  # fmt: skip
 TEXT_PARTS = {  # decoders of other architectures
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
@@ -128,8 +130,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
         faults["window"] = changed(config, windows=tuple(window and window + 1 for window in variation.windows))
         faults["no window"] = changed(config, windows=())
     neutral = dict(
-        local_rope=None, no_rope=(), scale=None, query_growth=0.0, soft_cap=None, final_soft_cap=None,
-        embedding_multiplier=1.0, residual_multiplier=1.0, logits_divisor=1.0,
+        local_rope=None, no_rope=(), adjacent_rope=False, scale=None, query_growth=0.0, soft_cap=None,
+        final_soft_cap=None, embedding_multiplier=1.0, residual_multiplier=1.0, logits_divisor=1.0,
     )  # fmt: skip
     for name, value in neutral.items():
         if getattr(variation, name) != value:
@@ -137,6 +139,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
     if variation.experts is not None:
         experts = variation.experts
         further = dict(norm_topk_prob=not experts.norm_topk_prob, num_experts_per_tok=1)
+        further |= dict(groups_per_tok=experts.groups_per_tok + 1) if experts.groups > 1 else {}
+        further |= dict(scale=1.0) if experts.scale != 1 else {}
         for name, value in further.items():
             faults[name] = changed(config, experts=dataclasses.replace(experts, **{name: value}))
     if config.rope.type != "default":
@@ -175,11 +179,13 @@ def test_planted_errors_are_noticed(case):
         no_effect = model.config.model_type == "opt" and path[-2:] == ("k_proj", "bias")  # no rotation: softmax(x + c)
         if no_effect or (path[0] == "layers" and path[1] != 1):  # one layer stands for all
             continue
-        moved = leaves | {path: leaf.replace(jnp.roll(leaf[...], 1, axis=0))}
+        moved = leaves | {path: leaf.replace(jnp.roll(leaf[...], 1, axis=int(leaf.shape[0] == 1)))}
         assert np.abs(run(nnx.from_flat_state(moved)) - expected).max() > 10 * TOLERANCE, path
 
 
-@pytest.mark.parametrize("case", [pytest.param("mixtral", marks=pytest.mark.deep), "olmo2"], indirect=True)
+@pytest.mark.parametrize(
+    "case", ["olmo2", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "qwen2-moe"))], indirect=True
+)
 def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     """Each layer has two all-reduces, and two more for norms over all queries and all keys."""
     model, tensors, tokens, expected = case
@@ -207,8 +213,23 @@ def test_every_parameter_names_its_axes(case):
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         names = leaf.get_metadata()["out_sharding"]
         assert len(names) == leaf.ndim, path
-        whole = {"gate", "embed_positions", "project_in", "project_out", "linear_attn"} & set(path)
+        undivided = {"gate", "shared_expert_gate", "embed_positions", "project_in", "project_out", "linear_attn"}
+        whole = undivided & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
+
+
+def test_the_bias_of_a_router_stays_float32(tmp_path):
+    """Rounded to 16 bits, it would choose other experts. Layers after the last one are not read."""
+    tensors, config = write(tmp_path, CASES["glm4-moe"]), registry.read_config(tmp_path)
+    further = {"model.layers.3.eh_proj.weight": np.zeros((64, 128), np.float32)}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    model = load_safetensors(tmp_path, config, Form("bfloat16"), progress=False)
+    save_orbax(model, tmp_path)
+    for loaded in (model, load_orbax(tmp_path, config, Form("bfloat16"), progress=False)):
+        dtypes = {str(leaf.dtype) for path, leaf in nnx.to_flat_state(nnx.state(loaded)) if path[-1] != "gate_bias"}
+        expected = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+        np.testing.assert_array_equal(loaded.layers[1].mlp.gate_bias[...], expected)
+        assert dtypes == {"bfloat16"}
 
 
 def test_page_of_models_is_generated_from_the_registry():

@@ -30,10 +30,11 @@ ENGINE = dict(block_size=8, max_num_seqs=4, max_num_batched_tokens=32, num_gpu_b
 PROMPTS = [[3, 9, 27], list(range(40, 63)), [5] * 11]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 MOE = "qwen3-moe-dense"  # with dense layers, too
+SHARED = "qwen2-moe-dense"  # with an expert that all tokens share
 LINEAR = ["gate_up_proj", "qkv_proj"]
 deep = pytest.mark.deep
 # Quantized layers of qwen2 are fused with their biases below.
-NAMES = [MOE, *(pytest.param(name, marks=deep) for name in ("qwen2", "mistral", "qwen3", "gemma3", "opt"))]
+NAMES = [MOE, *(pytest.param(name, marks=deep) for name in ("qwen2", "mistral", "qwen3", "gemma3", "opt", SHARED))]
 
 
 def model_of(name: str, seed: int = 0, **sizes):
@@ -64,8 +65,8 @@ def kinds(model) -> list[str]:
 def test_a_fused_model_computes_the_same_logits(name):
     model = model_of(name)
     fused = fused_copy(model)
-    expected = {"opt": [], MOE: ["experts", *LINEAR]}.get(name, LINEAR)
-    assert kinds(fused) == expected and kinds(model) == []
+    others = {"opt": [], MOE: ["experts", *LINEAR], SHARED: ["experts", *LINEAR]}
+    assert kinds(fused) == others.get(name, LINEAR) and kinds(model) == []
     np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
     size = lambda model: sum(leaf.nbytes for leaf in by_name(model).values())
     assert size(fused) == size(model)

@@ -94,6 +94,29 @@ def test_qwen_3_norms_the_weights_of_experts_unless_the_file_denies_it(hf):
     assert not hf("qwen3moe", expert_weights_norm=False, **fields)["norm_topk_prob"]
 
 
+def test_qwen_2_has_sizes_of_experts_by_that_of_the_mlp(hf):
+    found = hf("qwen2moe", expert_count=4, expert_used_count=2)
+    assert (found["moe_intermediate_size"], found["shared_expert_intermediate_size"]) == (48, 96)
+    with pytest.raises(ValueError, match=r"qwen3moe\.expert_shared_feed_forward_length: 24 is not supported"):
+        hf("qwen3moe", expert_shared_feed_forward_length=24)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("olmo2", {}, "Olmo2ForCausalLM"),
+        ("olmo2", {"attention.sliding_window": 16}, "Olmo3ForCausalLM"),
+        ("mistral3", {}, "MistralForCausalLM"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "Ministral3ForCausalLM"),
+    ],
+)
+def test_a_value_tells_two_architectures_apart(architecture, fields, expected, tmp_path):
+    config = read_config(write(tmp_path / "model.gguf", architecture, **fields))
+    assert config.architecture == expected
+    assert config.variation.query_growth == pytest.approx(fields.get("attention.temperature_scale", 0))
+    assert bool(any(config.variation.windows)) == ("attention.sliding_window" in fields)
+
+
 @pytest.mark.parametrize(
     "fields, expected",
     [

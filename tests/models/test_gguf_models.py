@@ -29,8 +29,10 @@ CASES = {
     **{name: architectures.CASES[name] for name in (
         "mistral", "qwen2", "qwen3", "phi3-short", "phi3-long", "phi3-window", "olmo2", "granite", "qwen3-moe",
         "olmo3", "olmo3-types", "ministral3",
+        "glm4",
     )},
     "mixtral": architectures.CASES["mixtral"] | {"rope_theta": 1e6},
+    "qwen2-moe": architectures.CASES["qwen2-moe"] | {"norm_topk_prob": False},
     # The size of heads is the scalar, except in models of 27B.
     **{name: architectures.CASES[name] | {"query_pre_attn_scalar": 32} for name in (
         "gemma2", "gemma3", "gemma3-types",
@@ -63,7 +65,8 @@ def test_every_architecture_but_opt_is_written():
     written = {hf["architectures"][0] for hf in CASES.values()}
     # Text parts have the names of their decoders in GGUF, and llama.cpp has no windows of Ministral.
     others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
-    others |= {"MinistralForCausalLM"}
+    others |= {"MinistralForCausalLM", "GlmForCausalLM", "Glm4MoeForCausalLM"}
+    others |= {"GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"}
     assert {each.config.architecture for each in registry.architectures()} == written | others
 
 

@@ -97,6 +97,20 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path):
     assert shape.linear_params == attention + 2 * 3 * 2048 * 6144 + 46 * 128 * 2048
 
 
+def test_an_expert_that_all_tokens_share_is_counted(tmp_path):
+    """In Qwen1.5-MoE-A2.7B, which has 14,315,784,192 parameters."""
+    mixture = dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    sizes = dict(
+        vocab_size=151_936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
+        num_key_value_heads=16, shared_expert_intermediate_size=5632, **mixture,
+    )  # fmt: skip
+    names = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(names | sizes))
+    shape = ModelShape.of(read_config(tmp_path), "")
+    norms, biases, gates = 49 * 2048, 24 * 3 * 2048, 24 * 2048
+    assert shape.num_params + norms + biases + gates == 14_315_784_192
+
+
 def test_embeddings_have_bits_of_their_own():
     dense, mixture = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
     assert dense.param_bytes(16) == 2 * dense.num_params

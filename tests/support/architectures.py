@@ -45,8 +45,23 @@ def phi3(original: int, limit: int, rotary_dim: int, **fields) -> dict:
 
 
 def experts(model_type: str, **fields) -> dict:
-    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[model_type]
+    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+            "qwen2_moe": "Qwen2MoeForCausalLM"}[model_type]  # fmt: skip
     return config(name, model_type, num_experts_per_tok=2, **fields)
+
+
+def granite_moe(shared: bool = False, **fields) -> dict:
+    factors = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6,
+               "logits_scaling": 1.5, "intermediate_size": 24}  # fmt: skip
+    name, model_type = "GraniteMoeForCausalLM", "granitemoe"
+    if shared:
+        name, model_type = "GraniteMoeSharedForCausalLM", "granitemoeshared"
+    return config(name, model_type, **factors | fields)
+
+
+def glm4_moe(**fields) -> dict:
+    mixture = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    return config("Glm4MoeForCausalLM", "glm4_moe", **mixture | fields)
 
 
 def opt(**fields) -> dict:
@@ -124,6 +139,13 @@ CASES = {
     "phi3-short": phi3(256, 512, 16),
     "phi3-long": phi3(32, 256, 12, partial_rotary_factor=0.75, tie_word_embeddings=True),
     "phi3-window": config("Phi3ForCausalLM", "phi3", sliding_window=WINDOW),
+    "glm": config("GlmForCausalLM", "glm", head_dim=24, rms_norm_eps=1e-6),
+    "glm-whole": config("GlmForCausalLM", "glm", head_dim=20, partial_rotary_factor=1.0, attention_bias=False),
+    "glm4": config("Glm4ForCausalLM", "glm4", head_dim=32),
+    "glm4-no-biases": config("Glm4ForCausalLM", "glm4", head_dim=16, attention_bias=False, tie_word_embeddings=True),
+    "glm4-moe": glm4_moe(n_routed_experts=5, norm_topk_prob=False, use_qk_norm=True, head_dim=24, attention_bias=True),
+    "glm4-moe-groups": glm4_moe(n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=2, num_experts_per_tok=3,
+                                routed_scaling_factor=2.5),
     "olmo2": config("Olmo2ForCausalLM", "olmo2", rope_theta=5e5),
     "olmo2-mha": config("Olmo2ForCausalLM", "olmo2", num_key_value_heads=4, attention_bias=True),
     "olmo3": config("Olmo3ForCausalLM", "olmo3", num_hidden_layers=4, sliding_window=WINDOW, rope_theta=5e5,
@@ -136,6 +158,10 @@ CASES = {
                       residual_multiplier=0.6, logits_scaling=1.5),
     "granite-biases": config("GraniteForCausalLM", "granite", embedding_multiplier=12.0, attention_multiplier=0.1,
                              residual_multiplier=0.22, logits_scaling=1.2, attention_bias=True, mlp_bias=True),
+    "granite-moe": granite_moe(num_local_experts=6),
+    "granite-moe-tied": granite_moe(num_local_experts=4, tie_word_embeddings=True, attention_bias=True),
+    "granite-moe-shared": granite_moe(True, num_local_experts=5, shared_intermediate_size=40),
+    "granite-moe-not-shared": granite_moe(True, num_local_experts=6, num_experts_per_tok=3),
     "smollm3": config("SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=2, num_hidden_layers=4,
                       tie_word_embeddings=True),
     "smollm3-window": config("SmolLM3ForCausalLM", "smollm3", no_rope_layers=[0, 1, 1], use_sliding_window=True,
@@ -153,6 +179,11 @@ CASES = {
         rope_parameters={"rope_type": "default", "rope_theta": 5e5}, tie_word_embeddings=False,
     ),
     "qwen3.5-text-part": qwen35_vision(qwen35(num_hidden_layers=2)),
+    "qwen2-moe": experts("qwen2_moe", num_experts=6, moe_intermediate_size=24, shared_expert_intermediate_size=40,
+                         norm_topk_prob=True),
+    "qwen2-moe-dense": experts("qwen2_moe", num_experts=4, moe_intermediate_size=40, num_hidden_layers=4,
+                               shared_expert_intermediate_size=24, decoder_sparse_step=2, mlp_only_layers=[3],
+                               use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
     "opt": opt(),
     "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=40, activation_function="gelu"),
 }  # fmt: skip

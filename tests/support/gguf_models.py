@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
     "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
+    "qwen2_moe": "qwen2moe", "glm4": "glm4",
 }  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -25,6 +26,8 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 EXPERTS = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
@@ -38,7 +41,8 @@ def norm_names(hf: dict[str, Any]) -> dict[str, str]:
     if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3"):
         after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return after | {"pre_feedforward_layernorm": "ffn_norm"}
-    return {"post_attention_layernorm": "ffn_norm"}
+    after = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}  # of GLM-4
+    return after | {"post_attention_layernorm": "ffn_norm"}
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -58,6 +62,7 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
     heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf.get("num_key_value_heads", hf["num_attention_heads"])}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")
+        tensor = tensor.reshape(-1) if stem.endswith("shared_expert_gate") else tensor
         if hf["model_type"].startswith("gemma") and stem.endswith("norm"):
             tensor = tensor + np.float32(1)
         if hf["model_type"] in ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3"):
@@ -89,7 +94,9 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
     if hf.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(int(head_dim * hf.get("partial_rotary_factor", 1)))
+    writer.add_rope_dimension_count(
+        int(head_dim * hf.get("partial_rotary_factor", 0.5 if hf["model_type"] == "glm4" else 1))
+    )
     for name, add in {
         "attention_multiplier": writer.add_attention_scale, "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale, "logits_scaling": writer.add_logit_scale,
@@ -98,6 +105,7 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
         "num_local_experts": writer.add_expert_count, "num_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "rope_local_base_freq": writer.add_rope_freq_base_swa,
     }.items():  # fmt: skip
         if hf.get(name) is not None:

@@ -145,6 +145,8 @@ def check_attention(
             f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
         )
     _check_scores(options)
+    if options.sinks_n is not None:
+        check_array("sinks_n", options.sinks_n, (n,), jnp.float32)
     _check_scales(k_pool.dtype, k, options)
 
 

@@ -141,7 +141,10 @@ def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: Attent
         return _add_tile(carry, q_skgh[:size], kv_skch, seen_sc[:, None, None], options, "skgh,skch->skgc", _sum)
 
     start = _start(q_skgh, (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s), options)
-    o_skgh, lse_skg = _finished(_fold_halves(tile, start, lens_s, tile_kv, options.window), options)
+    carry = _fold_halves(tile, start, lens_s, tile_kv, options.window)
+    if options.sinks_n is not None:
+        carry = _with_sinks(carry, options.sinks_n.reshape(num_kv_heads, group))
+    o_skgh, lse_skg = _finished(carry, options)
     back_s = jnp.argsort(order_s)[:num_seqs]
     o_snh = o_skgh[back_s, :, :group, :head_dim].reshape(num_seqs, num_heads, head_dim).astype(q_snh.dtype)
     return o_snh, lse_skg[back_s, :, :group].reshape(num_seqs, num_heads)
@@ -191,7 +194,7 @@ def ragged_paged_attention(
         return attended
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
-    arrays = q_tnh, contexts, cu_q_lens_s1, decode_s, options.k_scale_k, options.v_scale_k
+    arrays = q_tnh, contexts, cu_q_lens_s1, decode_s, options.k_scale_k, options.v_scale_k, options.sinks_n
     out = jnp.zeros_like(q_padded), jnp.full(q_padded.shape[:2], -jnp.inf, _accumulated(q_tnh.dtype))
     out = varying_like(out, arrays)
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, out)
@@ -298,9 +301,10 @@ def _attend(
     if window is not None:
         oldest = jnp.maximum(jnp.min(jnp.where(positions_q < 0, num_keys, positions_q)) - window + 1, 0)
     start = _start(q_krh, (q_qnh, positions_q, pools, block_table_w, num_keys), options)
-    o_krh, lse_kr = _finished(
-        lax.fori_loop(oldest // tile_kv, (num_keys + tile_kv - 1) // tile_kv, tile, start), options
-    )
+    carry = lax.fori_loop(oldest // tile_kv, (num_keys + tile_kv - 1) // tile_kv, tile, start)
+    if options.sinks_n is not None:
+        carry = _with_sinks(carry, jnp.tile(options.sinks_n.reshape(num_kv_heads, group), num_queries))
+    o_krh, lse_kr = _finished(carry, options)
 
     def by_query(x: jax.Array) -> jax.Array:
         return x.reshape(num_kv_heads, num_queries, group, *x.shape[2:]).swapaxes(0, 1)
@@ -381,3 +385,13 @@ def _finished(carry: Carry, options: AttentionOptions) -> tuple[jax.Array, jax.A
     if options.v_scale_k is not None:
         o = o * options.v_scale_k[:, None, None]
     return o, top + jnp.log(sums)
+def _with_sinks(carry: Carry, sinks: jax.Array) -> Carry:
+    """Add a score without a value to the state of each softmax that has a key."""
+    o, top, sums = carry
+    new_top = jnp.where(sums == 0, top, jnp.maximum(top, sinks))
+    safe_top = jnp.where(sums == 0, 0, new_top)
+    shrink = jnp.exp(top - safe_top)
+    sums = jnp.where(sums == 0, 0, sums * shrink + jnp.exp(sinks - safe_top))
+    return o * shrink[..., None], new_top, sums
+
+

@@ -106,8 +106,8 @@ def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> Non
             raise ValueError(f"weight: its {name} are {array.dtype}, expected float32 or float16")
     if weight.minima is not None and (weight.scales is None or weight.minima.shape != weight.scales.shape):
         raise ValueError("weight: minima need scales of the same shape")
-    if weight.bias is not None and weight.bias.shape != (outputs,):
-        raise ValueError(f"weight: its bias is {[*weight.bias.shape]}, expected [{outputs}]")
+    if weight.bias is not None and weight.bias.shape != (*experts, outputs):
+        raise ValueError(f"weight: its bias is {[*weight.bias.shape]}, expected {[*experts, outputs]}")
 
 
 def check_attention(

@@ -229,7 +229,8 @@ class Ops:
 
         Args:
             x_ti: [T, I], float32, bfloat16 or float16.
-            up: the weight U of a gated product; None: it is not gated.
+            up: the weight U of a gated product; None: it is not gated. With the activation swiglu_oai of gpt-oss, the
+                second factor is clipped to ±7 and 1 is added.
             activation, dtype, wanted_t, sizes_e, tokens_m: see `ProductOptions`.
 
         Returns:

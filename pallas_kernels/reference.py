@@ -32,11 +32,14 @@ from pallas_kernels.weights import Weight
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "swiglu_oai": lambda x: (x := jnp.minimum(x, SWIGLU_LIMIT)) * jax.nn.sigmoid(SWIGLU_ALPHA * x),
 }
 
 # Options for compiling programs for CPUs in which the sum of a row has one order for any number of rows. By default XLA
@@ -103,10 +106,29 @@ def finished(
     sums: Sequence[jax.Array], weights: Sequence[Weight], options: ProductOptions, x_dtype: DTypeLike
 ) -> tuple[jax.Array, ...]:
     """Return the results of a product from the sums of its weights."""
-    ys = [y if weight.bias is None else y + weight.bias.astype(y.dtype) for y, weight in zip(sums, weights)]
-    activation = ACTIVATIONS[options.activation] if options.activation else lambda y: y
-    ys = [activation(ys[0]) * ys[1]] if options.gated else [activation(y) for y in ys]
+    ys = [
+        y if weight.bias is None else y + _bias(weight.bias, len(y), options).astype(y.dtype)
+        for y, weight in zip(sums, weights)
+    ]
+    if options.gated:
+        ys = [gated(options.activation, *ys)]
+    elif options.activation:
+        ys = [ACTIVATIONS[options.activation](y) for y in ys]
     return tuple(y.astype(options.dtype or x_dtype) for y in ys)
+
+
+def _bias(bias: jax.Array, rows: int, options: ProductOptions) -> jax.Array:
+    """Return the bias of all rows [O], or that of each row's expert [T, O]."""
+    if options.sizes_e is None:
+        return bias
+    return bias[jnp.repeat(jnp.arange(len(bias)), options.sizes_e, total_repeat_length=rows)]
+
+
+def gated(activation: str | None, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return activation(gate) * up; with swiglu_oai, up is clipped to the limit and 1 is added."""
+    if activation == "swiglu_oai":
+        up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return (ACTIVATIONS[activation](gate) if activation else gate) * up
 
 
 def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:
@@ -378,13 +400,6 @@ def _add_tile(
     return o, new_top, sums * shrink + total(p)
 
 
-def _finished(carry: Carry, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs and the log-sum-exp of a state after all keys; outputs without a key are 0."""
-    o, top, sums = carry
-    o = o / jnp.where(sums == 0, 1, sums)[..., None]
-    if options.v_scale_k is not None:
-        o = o * options.v_scale_k[:, None, None]
-    return o, top + jnp.log(sums)
 def _with_sinks(carry: Carry, sinks: jax.Array) -> Carry:
     """Add a score without a value to the state of each softmax that has a key."""
     o, top, sums = carry
@@ -395,3 +410,10 @@ def _with_sinks(carry: Carry, sinks: jax.Array) -> Carry:
     return o * shrink[..., None], new_top, sums
 
 
+def _finished(carry: Carry, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs and the log-sum-exp of a state after all keys; outputs without a key are 0."""
+    o, top, sums = carry
+    o = o / jnp.where(sums == 0, 1, sums)[..., None]
+    if options.v_scale_k is not None:
+        o = o * options.v_scale_k[:, None, None]
+    return o, top + jnp.log(sums)

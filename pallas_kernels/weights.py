@@ -45,7 +45,7 @@ class Weight(NamedTuple):
             bits, packed.
         scales: [..., O] or [..., O, groups] float32 or float16; None: 1. [..., O] is one group of all inputs.
         minima: as scales, with groups; None: 0, and numbers of 4 bits are from -8 to 7.
-        bias: [O].
+        bias: [O], of experts [E, O].
     """
 
     values: jax.Array

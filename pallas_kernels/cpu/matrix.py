@@ -165,8 +165,8 @@ class Matrix:
         starts = range(0, PACKED // 2, self.lanes)
         return [code.cast("zext", code.load_vector(address, (k >> 1) + n, I8, self.lanes), I32) for n in starts]
 
-    def finish(self, sums: Value, row: Value, output: Value, load_vector: Callable[..., Value]) -> Value:
-        """Return the sums of several outputs, scaled and with their bias.
+    def finish(self, sums: Value, row: Value, load_vector: Callable[..., Value]) -> Value:
+        """Return the sums of several outputs, from `row` on among those of all experts, scaled and with their bias.
 
         Both in one operation: LLVM may round once or twice otherwise, which differs between parts of the code.
         """
@@ -174,7 +174,7 @@ class Matrix:
         if self.form.scales is not None and self.form.group is None:
             scales = self._vector("scales", row, load_vector)
         if self.bias is not None:
-            bias = self._vector("bias", output, load_vector)
+            bias = self._vector("bias", row, load_vector)
         if scales is not None and bias is not None:
             return self.code.fma(sums, scales, bias)
         return sums * scales if scales is not None else sums + bias if bias is not None else sums

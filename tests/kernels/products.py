@@ -1,5 +1,7 @@
 """Weights in every form, with their exact numbers."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,8 @@ def weight_in(form: Format, *shape: int, bias: str | None = None) -> Weight:
     exact = jax.random.normal(jax.random.key(sum(shape)), shape)
     weight = Weight(exact.astype(form.dtype)) if form.scales is None else quantize(exact, form)
     assert weight.format == form
-    return weight._replace(bias=None if bias is None else jnp.linspace(-1, 1, shape[-2], dtype=bias))
+    outputs = shape[:-1]
+    return weight._replace(bias=bias and jnp.linspace(-1, 1, math.prod(outputs), dtype=bias).reshape(outputs))
 
 
 def described_weight(form: Format, *shape: int) -> Weight:
@@ -46,6 +49,11 @@ def described_weight(form: Format, *shape: int) -> Weight:
 
 
 def exact_matrix(weight: Weight) -> np.ndarray:
+def exact_up(activation: str | None, up: np.ndarray) -> np.ndarray:
+    """Return the second factor of a gated product from its sums."""
+    return np.clip(up, -7, 7) + 1 if activation == "swiglu_oai" else up
+
+
     """Return the matrix [..., O, I] in float64, computed with NumPy from the definition of a weight."""
     values, scales, minima, _ = (None if array is None else np.asarray(array) for array in weight)
     numbers = values.astype(np.float64)

@@ -11,7 +11,7 @@ from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import pack, quantize, unpack
 from tests.kernels.implementations import ops_of
-from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
+from tests.kernels.products import FORMS, exact_matrix, exact_up, weight_in, x_of
 
 OPS = {"reference": ops_of(reference), "cpu": ops_of(cpu)}
 DEPTHS = (128, WHOLE + 128, 3 * SEGMENT)
@@ -92,16 +92,18 @@ def test_few_rows_of_more_outputs_than_are_finished_at_once(name):
 def test_bias_activation_and_gate(implementation, activation, dtype):
     x_ti = x_of(9, 64, dtype)
     gate, up = (weight_in(FORMS[name], 50, 64, bias=dtype) for name in ("int8", "int8"))
-    exact_gate, exact_up = (
+    gates, ups = (
         np.asarray(x_ti, np.float64) @ exact_matrix(each).T + np.asarray(each.bias, np.float64) for each in (gate, up)
     )
     with jax.enable_x64():
-        exact_gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(exact_gate))) if activation else exact_gate
+        exact_gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(gates))) if activation else gates
     multiply = jax.jit(OPS[implementation].product, static_argnames="activation")
     found = multiply(x_ti, gate, activation=activation)
     assert found.dtype == dtype
     assert_product(found, exact_gate, 64, dtype)
-    assert_product(multiply(x_ti, gate, up=up, activation=activation), exact_gate * exact_up, 64 * 100, dtype)
+    assert_product(
+        multiply(x_ti, gate, up=up, activation=activation), exact_gate * exact_up(activation, ups), 64 * 100, dtype
+    )
 
 
 @pytest.mark.parametrize("implementation", OPS)
@@ -145,11 +147,13 @@ SIZES = {"one": [0, 9, 0, 0], "all": [3, 2, 1, 3], "many": [0, 150, 1, 40], "som
 def test_experts(name, implementation, sizes):
     sizes_e = np.array(SIZES[sizes], np.int32)
     rows = max(9, sizes_e.sum())
-    x_ti, weight = x_of(rows, 128), weight_in(FORMS[name], 4, 50, 128)
+    bias = "float32" if sizes in ("all", "some rows of none") else None
+    x_ti, weight = x_of(rows, 128), weight_in(FORMS[name], 4, 50, 128, bias=bias)
     found = jax.jit(OPS[implementation].product)(x_ti, weight, sizes_e=sizes_e)
     for expert, first in enumerate(np.cumsum(sizes_e) - sizes_e):
         of_expert = slice(first, first + sizes_e[expert])
         exact = np.asarray(x_ti[of_expert], np.float64) @ exact_matrix(weight)[expert].T
+        exact += np.asarray(weight.bias[expert]) if bias else 0
         assert_product(found[of_expert], exact, 128)
     assert np.isfinite(found).all()
 

@@ -102,7 +102,8 @@ def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> Non
         grouped = array.ndim == values.ndim and array.shape[-1] and inputs % array.shape[-1] == 0
         if array.shape[: len(experts) + 1] != (*experts, outputs) or not (grouped or array.ndim == values.ndim - 1):
             raise ValueError(f"weight: its {name} are {[*array.shape]}, which do not fit {[*values.shape]}")
-        if array.dtype not in (jnp.float32, jnp.float16):
+        exponents = name == "scales" and weight.is_packed and weight.minima is None and weight.format.group == PACKED
+        if array.dtype not in (jnp.float32, jnp.float16) and not (array.dtype == jnp.uint8 and exponents):
             raise ValueError(f"weight: its {name} are {array.dtype}, expected float32 or float16")
     if weight.minima is not None and (weight.scales is None or weight.minima.shape != weight.scales.shape):
         raise ValueError("weight: minima need scales of the same shape")

@@ -215,6 +215,30 @@ def test_derivatives_are_those_of_the_definition(implementation):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("implementation", OPS)
+def test_all_numbers_of_mxfp4(implementation):
+    """Each code with scales of all sizes, as rows of units show them; an exponent of 0 is a scale of 0."""
+    codes, exponents = np.arange(16 * 32) % 16, np.linspace(0, 250, 16).astype(np.uint8)
+    weight = Weight(pack(jnp.asarray(codes.reshape(16, 32), jnp.uint8)), jnp.asarray(exponents[:, None]))
+    weight = Weight(jnp.tile(weight.values, (1, 4)), jnp.tile(weight.scales, (1, 4)))
+    expected = exact_matrix(weight)
+    expected[0] = 0
+    np.testing.assert_array_equal(
+        np.asarray(weight.dense(np if implementation == "cpu" else jnp), np.float64), expected
+    )
+    found = OPS[implementation].product(jnp.eye(128), weight)
+    np.testing.assert_array_equal(np.asarray(found, np.float64).T, expected)
+
+
+@pytest.mark.parametrize("number, rounded", [(0.25, 0), (0.26, 0.5), (0.75, 1), (1.25, 1), (2.5, 2), (3.5, 4), (5, 4),
+                                             (5.1, 6), (7.9, 6)])  # fmt: skip
+def test_numbers_of_mxfp4_are_rounded_to_even_codes(number, rounded):
+    exact = jnp.zeros((1, 32)).at[0, :2].set(jnp.array([number, -4.0]))
+    weight = quantize(exact, FORMS["mxfp4"])
+    assert weight.dense()[0, :2].tolist() == [rounded, -4]
+    assert weight.scales.tolist() == [[127]]
+
+
 def test_packed_numbers():
     numbers = jnp.arange(3 * 64).reshape(3, 64) * 7 % 16
     packed = pack(numbers)
@@ -235,7 +259,7 @@ def test_quantized_numbers_are_the_nearest(name):
     span = np.abs(exact.reshape(grouped)).max(1, keepdims=True) if form.minima is None else np.ptp(
         exact.reshape(grouped), axis=1, keepdims=True)  # fmt: skip
     steps = {"int8": 127 if form.minima is None else 255, "uint8": 7 if form.minima is None else 15}
-    step = 2**-3 if form.dtype == "float8_e4m3fn" else 1 / steps[form.dtype]
+    step = 2**-3 if form.dtype == "float8_e4m3fn" else 1 / 2 if form.is_mxfp4 else 1 / steps[form.dtype]
     error = np.abs(matrix - exact).reshape(grouped)
     assert (error <= 0.5 * step * span * 1.05 + 1e-3 * span + 1e-30).all()
     assert not matrix[3].any()
@@ -249,6 +273,7 @@ def test_quantized_numbers_are_the_nearest(name):
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones(7))), r"its scales are \[7\], which do not fit \[8, 4\]"),
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones((8, 3)))), "its scales"),
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones(8, "int8"))), "its scales are int8"),
+        (dict(weight=Weight(jnp.ones((8, 4), "int8"), jnp.ones((8, 1), "uint8"))), "its scales are uint8"),
         (dict(weight=Weight(jnp.ones((8, 4)), minima=jnp.ones((8, 1)))), "minima need scales"),
         (dict(weight=Weight(jnp.ones((8, 4)), bias=jnp.ones(4))), r"its bias is \[4\], expected \[8\]"),
         (dict(weight=Weight(jnp.ones((8, 2), "uint8"), jnp.ones((8, 1)))), "of 4 bits needs scales of groups"),

@@ -19,7 +19,7 @@ from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
 from pallas_kernels import rotate
-from pallas_kernels.reference import ACTIVATIONS
+from pallas_kernels.reference import gated
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
 Norm = Callable[[jax.Array], jax.Array]
@@ -40,6 +40,8 @@ class Attention(nnx.Module):
         self.k_proj = linear(d, k, ("kv_heads", None))
         self.v_proj = linear(d, k, ("kv_heads", None))
         self.o_proj = linear(n, d, (None, "heads"), bias=config.attention_bias and variation.output_bias)
+        if variation.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads, dtype), **axes("heads"))
         if self.qk_norm == "head":
             self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
         elif self.qk_norm == "projection":
@@ -62,7 +64,10 @@ class Attention(nnx.Module):
                 cos, sin = rotation
             else:  # `attend` rotates only whole heads
                 q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
-        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin).reshape(t, -1))
+        sinks: dict[str, jax.Array] = {}
+        if hasattr(self, "sinks"):
+            sinks["sinks_n"] = self.sinks[...].astype(jnp.float32)
+        return self.o_proj(attend(layer, q_tnh, k_tkh, v_tkh, cos, sin, **sinks).reshape(t, -1))
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse the projections of queries, keys and values."""
@@ -92,7 +97,7 @@ class Mlp(nnx.Module):
         if not hasattr(self, "gate_up_proj"):
             return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
         gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj((ACTIVATIONS[self.activation](gate) * up).reshape(len(x_td), -1))
+        return self.down_proj(gated(self.activation, gate, up).reshape(len(x_td), -1))
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse gate and up."""

@@ -34,7 +34,7 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
     """
     dtypes: dict[int, Any] = {}
 
-    def attend(layer: int, *arguments: Any) -> jax.Array:
+    def attend(layer: int, *arguments: Any, sinks_n: jax.Array | None = None) -> jax.Array:
         if layer in dtypes or not 0 <= layer < config.num_hidden_layers:
             raise ValueError(
                 f"model: must call attend once for each of its layers (0 to {config.num_hidden_layers - 1}), not "
@@ -46,6 +46,8 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
         for name, angle in zip(("cos", "sin"), arguments[3:]):
             if angle is not None:
                 _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
+        if sinks_n is not None:
+            _check("sinks_n", sinks_n, (config.num_attention_heads,), ("float32",))
         dtypes[layer] = jnp.result_type(*arguments[:3])
         return jnp.zeros(arguments[0].shape, dtypes[layer])
 

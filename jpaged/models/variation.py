@@ -137,6 +137,8 @@ class Experts:
         intermediate_size: MLP dim of an expert.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         dense_layers: layers with an MLP.
+        biases: whether the router and the experts have biases.
+        activation: activation of the experts; None: the config's `hidden_act`.
     """
 
     num_experts: int
@@ -144,6 +146,8 @@ class Experts:
     intermediate_size: int
     norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()
+    biases: bool = False
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -166,6 +170,7 @@ class Variation:
             all tokens in every layer.
         local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
+        sinks: whether each query head has a sink, a learned score without a value.
         scale: factor on q·k; None: head_dim ** -0.5.
         soft_cap: c where attention scores x become c * tanh(x / c).
         final_soft_cap: soft cap of logits.
@@ -182,6 +187,7 @@ class Variation:
     windows: tuple[int | None, ...] = ()
     local_rope: RopeConfig | None = None
     no_rope: tuple[int, ...] = ()
+    sinks: bool = False
     scale: float | None = None
     soft_cap: float | None = None
     final_soft_cap: float | None = None

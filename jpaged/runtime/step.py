@@ -43,11 +43,14 @@ def forward(
     pool, specs = list(pool), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
-    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
+    def attend(
+        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any,
+        sinks_n: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         nonlocal wanted_t
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
-        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles).astype(dtype)
+        o_tnh = cache.attend(pool, layer, specs[layer], batch, decode, qkv, angles, sinks_n).astype(dtype)
         if layer == len(specs) - 1 and not decode:
             sampled_t = jnp.zeros_like(wanted_t).at[batch.sampled_from].set(True)
             wanted_t &= sampled_t | jnp.any(batch.targets >= 0)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import Limits
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
+from jpaged.models.interleaved import joined_shapes
 from jpaged.models.variation import RopeConfig
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.batch import Bucket, Buckets
@@ -35,6 +36,7 @@ SEVERAL_SHAPES = ("gemma2", "gemma3", "opt-350m")
 ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
+    "gpt-oss",
 )  # fmt: skip
 
 
@@ -48,6 +50,7 @@ def write(directory: Path, hf: dict) -> dict[str, np.ndarray]:
     (directory / "config.json").write_text(json.dumps(hf))
     config = registry.read_config(directory)
     _, shapes = tensors_of(config, abstract_model(config, "float32")[1])
+    shapes = joined_shapes(shapes, registry.architecture_of(config).interleaved)
     tensors = {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return tensors
@@ -132,6 +135,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
     if variation.experts is not None:
         experts = variation.experts
         further = dict(norm_topk_prob=not experts.norm_topk_prob, num_experts_per_tok=1)
+        if experts.activation is not None:
+            further["activation"] = None
         for name, value in further.items():
             faults[name] = changed(config, experts=dataclasses.replace(experts, **{name: value}))
     if config.rope.type != "default":
@@ -201,7 +206,7 @@ def test_every_parameter_names_its_axes(case):
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         names = leaf.get_metadata()["out_sharding"]
         assert len(names) == leaf.ndim, path
-        whole = {"gate", "embed_positions", "project_in", "project_out"} & set(path)
+        whole = {"gate", "embed_positions", "project_in", "project_out", "down_proj_bias"} & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
 
 

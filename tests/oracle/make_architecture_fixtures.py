@@ -1,5 +1,5 @@
 """Writes tests/fixtures/architectures.npz, logits and greedy tokens of transformers in float32 for every architecture,
-and architectures.json, the config.json of each as transformers 5 writes it.
+and architectures.json, the config.json of each as transformers 5 writes it. With names of cases, only these are made.
 
 Transformers reads the same checkpoints as jpaged: config.json and safetensors by their names on the hub. Needs torch:
 
@@ -69,17 +69,19 @@ def rewritten(config: dict) -> dict:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "support"))
     from architectures import CASES, NEW_TOKENS, ROWS, prompt, tensor
 
-    arrays = dict(np.load(FIXTURE)) if FIXTURE.exists() and sys.argv[1:] else {}
-    for name in sys.argv[1:] or CASES:
+    names = sys.argv[1:]
+    arrays = dict(np.load(FIXTURE)) if names else {}
+    configs = json.loads(CONFIGS.read_text()) if names else {}
+    for name in names or CASES:
         result = run(CASES[name], tensor, prompt(), NEW_TOKENS, ROWS)
         arrays |= {f"{name}/{key}": value for key, value in result.items()}
+        configs[name] = rewritten(CASES[name])
         distinct = len(set(result["tokens"][-NEW_TOKENS:].tolist()))
         print(name, "std", result["logits"].std().round(3), "distinct tokens", distinct, flush=True)
     np.savez_compressed(FIXTURE, **arrays)
-    configs = {name: rewritten(config) for name, config in CASES.items()}
     CONFIGS.write_text(json.dumps(configs, indent=1, sort_keys=True) + "\n")
     print(FIXTURE.stat().st_size, "bytes")
 

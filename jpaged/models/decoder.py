@@ -41,7 +41,8 @@ class Attention(nnx.Module):
         self.v_proj = linear(d, k, ("kv_heads", None))
         self.o_proj = linear(n, d, (None, "heads"), bias=config.attention_bias and variation.output_bias)
         if variation.sinks:
-            self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads, dtype), **axes("heads"))
+            sinks = nnx.initializers.normal(1.0)(rngs.params(), (config.num_attention_heads,), dtype)
+            self.sinks = nnx.Param(sinks, **axes("heads"))
         if self.qk_norm == "head":
             self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
         elif self.qk_norm == "projection":

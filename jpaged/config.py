@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = {
 }  # fmt: skip
 QUANTIZATIONS = ("int8", "fp8", "int4")  # of the weights of linear layers
 GGUF = "gguf"  # method of quantization of a file in GGUF
-QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors")  # as config.json names their methods
+QUANTIZED_CHECKPOINTS = ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")  # as config.json names their methods
 KERNELS = ("auto", "reference", "mosaic", "triton", "cpu")
 BLOCK_SIZE = 16
 # A CPU reads long contexts a little faster in large blocks: behind 4,000 tokens, a float32 step of SmolLM2-135M takes

@@ -112,12 +112,13 @@ def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> Non
         grouped = array.ndim == values.ndim and array.shape[-1] and inputs % array.shape[-1] == 0
         if array.shape[: len(experts) + 1] != (*experts, outputs) or not (grouped or array.ndim == values.ndim - 1):
             raise ValueError(f"weight: its {name} are {[*array.shape]}, which do not fit {[*values.shape]}")
-        if array.dtype not in (jnp.float32, jnp.float16):
+        exponents = name == "scales" and weight.is_packed and weight.minima is None and weight.format.group == PACKED
+        if array.dtype not in (jnp.float32, jnp.float16) and not (array.dtype == jnp.uint8 and exponents):
             raise ValueError(f"weight: its {name} are {array.dtype}, expected float32 or float16")
     if weight.minima is not None and (weight.scales is None or weight.minima.shape != weight.scales.shape):
         raise ValueError("weight: minima need scales of the same shape")
-    if weight.bias is not None and weight.bias.shape != (outputs,):
-        raise ValueError(f"weight: its bias is {[*weight.bias.shape]}, expected [{outputs}]")
+    if weight.bias is not None and weight.bias.shape != (*experts, outputs):
+        raise ValueError(f"weight: its bias is {[*weight.bias.shape]}, expected {[*experts, outputs]}")
 
 
 def check_attention(
@@ -155,6 +156,8 @@ def check_attention(
             f"block_tables_sw holds {w} blocks of {b} = {w * b} tokens, supported are {MAX_CONTEXT}"
         )
     _check_scores(options)
+    if options.sinks_n is not None:
+        check_array("sinks_n", options.sinks_n, (n,), jnp.float32)
     _check_scales(k_pool.dtype, k, options)
 
 

@@ -151,6 +151,7 @@ class Ops:
         window: int | None = None,
         k_scale_k: jax.Array | None = None,
         v_scale_k: jax.Array | None = None,
+        sinks_n: jax.Array | None = None,
         work: Any = None,
         return_lse: bool = False,
     ) -> jax.Array | OutputAndLse:
@@ -162,15 +163,16 @@ class Ops:
                 already hold the query tokens' own keys and values.
             block_tables_sw: [S, W] int32; entries past a context are never read. W B is at most 131,072.
             context_lens_s: [S] int32, the query token included; 0 marks padding, whose result is 0.
-            scale, soft_cap, window, k_scale_k, v_scale_k, work: see `AttentionOptions`.
+            scale, soft_cap, window, k_scale_k, v_scale_k, sinks_n, work: see `AttentionOptions`.
             return_lse: also return the log of the sum of exp(score), natural, float32, -inf for a query without keys.
-                `merge_attention` needs it to combine partial results.
+                `merge_attention` needs it to combine partial results. With sinks it includes them: of partial results
+                of the same queries, only one may have them.
 
         Returns:
             [S, N, H], with `return_lse` also [S, N] float32.
         """
         contexts = Contexts(k_pool, v_pool, block_tables_sw, context_lens_s)
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work, sinks_n)
         out = self._attend("paged_decode_attention", q_snh, contexts, (), options)
         return out if return_lse else out[0]
 
@@ -188,6 +190,7 @@ class Ops:
         window: int | None = None,
         k_scale_k: jax.Array | None = None,
         v_scale_k: jax.Array | None = None,
+        sinks_n: jax.Array | None = None,
         decode_s: jax.Array | None = None,
         work: Any = None,
         return_lse: bool = False,
@@ -208,7 +211,7 @@ class Ops:
             [T, N, H], with `return_lse` also [T, N] float32; queries that no sequence owns are 0.
         """
         contexts = Contexts(k_pool, v_pool, block_tables_sw, context_lens_s)
-        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work)
+        options = AttentionOptions(scale, soft_cap, window, k_scale_k, v_scale_k, work, sinks_n)
         out = self._attend("ragged_paged_attention", q_tnh, contexts, (cu_q_lens_s1, decode_s), options)
         return out if return_lse else out[0]
 
@@ -230,7 +233,8 @@ class Ops:
 
         Args:
             x_ti: [T, I], float32, bfloat16 or float16.
-            up: the weight U of a gated product; None: it is not gated.
+            up: the weight U of a gated product; None: it is not gated. With the activation swiglu_oai of gpt-oss, the
+                second factor is clipped to ±7 and 1 is added.
             activation, dtype, wanted_t, sizes_e, tokens_m: see `ProductOptions`.
 
         Returns:
@@ -321,9 +325,9 @@ class Ops:
         self, op: str, q: jax.Array, contexts: Contexts, rows: tuple[Any, ...], options: AttentionOptions
     ) -> OutputAndLse:
         """Check the arguments of an attention op and run it; `rows` are `cu_q_lens_s1` and `decode_s`, () of decode."""
-        scales = options.k_scale_k, options.v_scale_k
-        q, contexts, rows, (k_scale_k, v_scale_k) = _arrays(op, q, contexts, rows, scales)
-        options = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k)
+        optional = options.k_scale_k, options.v_scale_k, options.sinks_n
+        q, contexts, rows, (k_scale_k, v_scale_k, sinks_n) = _arrays(op, q, contexts, rows, optional)
+        options = replace(options, k_scale_k=k_scale_k, v_scale_k=v_scale_k, sinks_n=sinks_n)
         cu_q_lens_s1, decode_s = rows or (None, None)
         checks.check_attention(q, contexts, cu_q_lens_s1, decode_s, options)
         if self.debug:

@@ -92,6 +92,8 @@ class AttentionOptions:
         soft_cap: c turns a score x = scale * q·k into c * tanh(x / c) (Gemma 2, arXiv 2408.00118).
         window: a query sees only the last `window` tokens, itself included.
         k_scale_k, v_scale_k: [K] float32, for fp8 pools only: the factors of the stored numbers.
+        sinks_n: [N] float32, a score of each head that joins the sum of every softmax with a key and has no value
+            (attention sinks of gpt-oss); scale and soft cap do not apply to it. None: there are none.
         work: the implementation's lists of work for the batch and the window, from `Kernels.make_work`; None: the
             device makes them.
     """
@@ -102,6 +104,7 @@ class AttentionOptions:
     k_scale_k: jax.Array | None = None
     v_scale_k: jax.Array | None = None
     work: Any = None
+    sinks_n: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -32,11 +32,14 @@ from pallas_kernels.weights import Weight
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "swiglu_oai": lambda x: (x := jnp.minimum(x, SWIGLU_LIMIT)) * jax.nn.sigmoid(SWIGLU_ALPHA * x),
 }
 
 # Options for compiling programs for CPUs in which the sum of a row has one order for any number of rows. By default XLA
@@ -103,10 +106,29 @@ def finished(
     sums: Sequence[jax.Array], weights: Sequence[Weight], options: ProductOptions, x_dtype: DTypeLike
 ) -> tuple[jax.Array, ...]:
     """Return the results of a product from the sums of its weights."""
-    ys = [y if weight.bias is None else y + weight.bias.astype(y.dtype) for y, weight in zip(sums, weights)]
-    activation = ACTIVATIONS[options.activation] if options.activation else lambda y: y
-    ys = [activation(ys[0]) * ys[1]] if options.gated else [activation(y) for y in ys]
+    ys = [
+        y if weight.bias is None else y + _bias(weight.bias, len(y), options).astype(y.dtype)
+        for y, weight in zip(sums, weights)
+    ]
+    if options.gated:
+        ys = [gated(options.activation, *ys)]
+    elif options.activation:
+        ys = [ACTIVATIONS[options.activation](y) for y in ys]
     return tuple(y.astype(options.dtype or x_dtype) for y in ys)
+
+
+def _bias(bias: jax.Array, rows: int, options: ProductOptions) -> jax.Array:
+    """Return the bias of all rows [O], or that of each row's expert [T, O]."""
+    if options.sizes_e is None:
+        return bias
+    return bias[jnp.repeat(jnp.arange(len(bias)), options.sizes_e, total_repeat_length=rows)]
+
+
+def gated(activation: str | None, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return activation(gate) * up; with swiglu_oai, up is clipped to the limit and 1 is added."""
+    if activation == "swiglu_oai":
+        up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return (ACTIVATIONS[activation](gate) if activation else gate) * up
 
 
 def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: AttentionOptions) -> OutputAndLse:
@@ -141,7 +163,10 @@ def paged_decode_attention(q_snh: jax.Array, contexts: Contexts, options: Attent
         return _add_tile(carry, q_skgh[:size], kv_skch, seen_sc[:, None, None], options, "skgh,skch->skgc", _sum)
 
     start = _start(q_skgh, (q_snh, k_pool, v_pool, block_tables_sw, context_lens_s), options)
-    o_skgh, lse_skg = _finished(_fold_halves(tile, start, lens_s, tile_kv, options.window), options)
+    carry = _fold_halves(tile, start, lens_s, tile_kv, options.window)
+    if options.sinks_n is not None:
+        carry = _with_sinks(carry, options.sinks_n.reshape(num_kv_heads, group))
+    o_skgh, lse_skg = _finished(carry, options)
     back_s = jnp.argsort(order_s)[:num_seqs]
     o_snh = o_skgh[back_s, :, :group, :head_dim].reshape(num_seqs, num_heads, head_dim).astype(q_snh.dtype)
     return o_snh, lse_skg[back_s, :, :group].reshape(num_seqs, num_heads)
@@ -191,7 +216,7 @@ def ragged_paged_attention(
         return attended
 
     q_padded = jnp.pad(q_tnh, ((0, TILE_Q), (0, 0), (0, 0)))  # a last tile may hang over
-    arrays = q_tnh, contexts, cu_q_lens_s1, decode_s, options.k_scale_k, options.v_scale_k
+    arrays = q_tnh, contexts, cu_q_lens_s1, decode_s, options.k_scale_k, options.v_scale_k, options.sinks_n
     out = jnp.zeros_like(q_padded), jnp.full(q_padded.shape[:2], -jnp.inf, _accumulated(q_tnh.dtype))
     out = varying_like(out, arrays)
     out = lax.fori_loop(0, context_lens_s.shape[0], sequence, out)
@@ -298,9 +323,10 @@ def _attend(
     if window is not None:
         oldest = jnp.maximum(jnp.min(jnp.where(positions_q < 0, num_keys, positions_q)) - window + 1, 0)
     start = _start(q_krh, (q_qnh, positions_q, pools, block_table_w, num_keys), options)
-    o_krh, lse_kr = _finished(
-        lax.fori_loop(oldest // tile_kv, (num_keys + tile_kv - 1) // tile_kv, tile, start), options
-    )
+    carry = lax.fori_loop(oldest // tile_kv, (num_keys + tile_kv - 1) // tile_kv, tile, start)
+    if options.sinks_n is not None:
+        carry = _with_sinks(carry, jnp.tile(options.sinks_n.reshape(num_kv_heads, group), num_queries))
+    o_krh, lse_kr = _finished(carry, options)
 
     def by_query(x: jax.Array) -> jax.Array:
         return x.reshape(num_kv_heads, num_queries, group, *x.shape[2:]).swapaxes(0, 1)
@@ -372,6 +398,16 @@ def _add_tile(
     queries, keys, weights = re.split(",|->", products)
     o = o * shrink[..., None] + dot(f"{weights},{keys}->{queries}", p.astype(v.dtype), v)
     return o, new_top, sums * shrink + total(p)
+
+
+def _with_sinks(carry: Carry, sinks: jax.Array) -> Carry:
+    """Add a score without a value to the state of each softmax that has a key."""
+    o, top, sums = carry
+    new_top = jnp.where(sums == 0, top, jnp.maximum(top, sinks))
+    safe_top = jnp.where(sums == 0, 0, new_top)
+    shrink = jnp.exp(top - safe_top)
+    sums = jnp.where(sums == 0, 0, sums * shrink + jnp.exp(sinks - safe_top))
+    return o * shrink[..., None], new_top, sums
 
 
 def _finished(carry: Carry, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:

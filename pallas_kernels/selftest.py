@@ -59,6 +59,7 @@ class Subject:
         program: the implementation's name, "mosaic" or "triton".
         module: the name that imports it.
         pool_head_dim: head dim of the pools, `head_dim` or more.
+        sinks: whether attention has sinks.
         tiles: how the kernels cut their work, by "decode" and "ragged".
     """
 
@@ -72,6 +73,7 @@ class Subject:
     num_heads: int
     num_kv_heads: int
     block_size: int
+    sinks: bool = False
     tiles: Mapping[str, Tiles] = dataclasses.field(default_factory=dict)
 
 

@@ -163,6 +163,8 @@ def _attention(subject: Subject, q_lens: Sequence[int] | None) -> OpTest:
         q = (3.5 * _uniform(key, 2, (rows, subject.num_heads, subject.head_dim))).astype(subject.dtype)
         args = [jnp.asarray(numbers, jnp.int32) for numbers in lists]
         scales = _scales(subject, key)
+        if subject.sinks:
+            scales |= dict(sinks_n=4 * _uniform(key, 5, (subject.num_heads,)))
         exact = [q.astype(jnp.float32), *(pool if pool.dtype == FP8 else pool.astype(jnp.float32) for pool in pools)]
         with jax.default_matmul_precision("highest"):
             expected = getattr(REFERENCE, op)(*exact, *args, scale=subject.head_dim**-0.5, **scales)

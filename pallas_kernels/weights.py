@@ -3,6 +3,9 @@
 A quantized weight is W = scale q + minimum, with one scale and one minimum for each group of inputs of an output.
 Weights of 4 bits are packed in pairs: of each 32 inputs, byte j holds the number of input j in its low half and that of
 input j + 16 in its high half, as in the formats Q4_0 and Q4_1 of llama.cpp.
+
+Weights in MXFP4 (OCP Microscaling Formats 1.0) are packed codes of e2m1 numbers, with scales that are powers of two: a
+scale of uint8 is the exponent x of 2^(x - 127). An exponent of 0 counts as the scale 0, where XLA flushes 2^-127 to 0.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 PACKED = 32  # inputs whose numbers of 4 bits lie in 16 bytes
+# Numbers of e2m1, by their codes: one bit for the sign, two for the exponent, one for the mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MIDDLE = 8  # number of 4 bits that stands for 0 where a weight has no minima
 # Number of a dtype to which the largest of a group is mapped.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "uint8": 15.0}
@@ -22,7 +27,7 @@ class Format(NamedTuple):
 
     Attributes:
         dtype: dtype of its numbers; uint8: packed numbers of 4 bits.
-        scales, minima: their dtypes; None: there are none.
+        scales, minima: their dtypes; None: there are none; uint8: the weight is MXFP4.
         group: number of inputs with one scale; None: each output has one scale or none.
     """
 
@@ -36,6 +41,11 @@ class Format(NamedTuple):
         """Whether the numbers have 4 bits."""
         return self.dtype == "uint8"
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the numbers are codes of e2m1, and the scales exponents."""
+        return self.scales == "uint8"
+
 
 class Weight(NamedTuple):
     """Matrix of a product, or the matrices of E experts, with bias.
@@ -43,9 +53,10 @@ class Weight(NamedTuple):
     Attributes:
         values: [O, I] or [E, O, I] float32, bfloat16, float16, int8 or float8_e4m3fn; [..., I/2] uint8: numbers of 4
             bits, packed.
-        scales: [..., O] or [..., O, groups] float32 or float16; None: 1. [..., O] is one group of all inputs.
+        scales: [..., O] or [..., O, groups] float32 or float16; None: 1. [..., O] is one group of all inputs. [..., O,
+            groups] uint8: the weight is MXFP4.
         minima: as scales, with groups; None: 0, and numbers of 4 bits are from -8 to 7.
-        bias: [O].
+        bias: [O], of experts [E, O].
     """
 
     values: jax.Array
@@ -80,6 +91,9 @@ class Weight(NamedTuple):
         """Return the stored numbers [..., O, I], float32 if they are packed."""
         if not self.is_packed:
             return self.values
+        if self.format.is_mxfp4:
+            table = xp.asarray(E2M1, xp.float32)
+            return table[unpack(self.values, xp)]  # type: ignore[no-any-return]
         numbers: jax.Array = unpack(self.values, xp).astype(xp.float32)
         return numbers - MIDDLE if self.minima is None else numbers
 
@@ -87,7 +101,10 @@ class Weight(NamedTuple):
         """Return the matrix [..., O, I] float32, or in its dtype if it is not quantized."""
         if self.scales is None:
             return self.values
-        scales = self.scales.astype(xp.float32)
+        if self.format.is_mxfp4:
+            scales = (self.scales.astype(xp.int32) << 23).view(xp.float32)
+        else:
+            scales = self.scales.astype(xp.float32)
         scales = scales if self.has_groups else scales[..., None]
         numbers = self.numbers(xp).astype(xp.float32)
         grouped = numbers.reshape(*scales.shape, -1) * scales[..., None]
@@ -113,10 +130,13 @@ def quantize(weight: jax.Array, form: Format) -> Weight:
 
     Without minima the scale maps the largest magnitude of a group to the largest number of the dtype. With minima, the
     least and the greatest number of a group become 0 and 15, or -128 and 127. Numbers are rounded to the nearest one,
-    ties to even.
+    ties to even. In MXFP4, the scale is the power of two by which the largest magnitude of a group is between 4 and 8,
+    and numbers above 6 become 6.
     """
     exact = weight.astype(jnp.float32)
     grouped = exact if form.group is None else exact.reshape(*exact.shape[:-1], -1, form.group)
+    if form.is_mxfp4:
+        return _quantize_mxfp4(grouped)
     largest = 7.0 if form.is_packed and form.minima is None else LARGEST[form.dtype]
     if form.minima is None:
         magnitude, minima = jnp.max(jnp.abs(grouped), axis=-1), None
@@ -134,3 +154,17 @@ def quantize(weight: jax.Array, form: Format) -> Weight:
     whole = scaled if form.dtype == "float8_e4m3fn" else jnp.round(scaled)
     numbers = (jnp.clip(whole, low, largest) + offset).reshape(exact.shape)
     return Weight(pack(numbers) if form.is_packed else numbers.astype(form.dtype), scales, minima)
+
+
+def _quantize_mxfp4(grouped: jax.Array) -> Weight:
+    """Return a matrix [..., O, groups, 32] in MXFP4."""
+    magnitude = jnp.max(jnp.abs(grouped), axis=-1)
+    exponents = jnp.clip((magnitude.view(jnp.int32) >> 23) - 2, 1, 254)
+    scaled = grouped * ((254 - exponents) << 23).view(jnp.float32)[..., None]
+    sizes, code = jnp.abs(scaled), jnp.zeros(grouped.shape, jnp.uint8)
+    for lower in range(7):
+        middle = (E2M1[lower] + E2M1[lower + 1]) / 2
+        above = sizes >= middle if lower % 2 else sizes > middle  # ties to the even code
+        code += above.astype(jnp.uint8)
+    code |= jnp.signbit(scaled).astype(jnp.uint8) << 3
+    return Weight(pack(code.reshape(*grouped.shape[:-2], -1)), exponents.astype(jnp.uint8))

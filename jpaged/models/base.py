@@ -10,9 +10,20 @@ from jax.sharding import Sharding
 
 from jpaged.models.config import ModelConfig
 
-# attend(layer, q [T, N, H], k [T, K, H], v [T, K, H], cos, sin [T, H/2] or None) -> [T, N, H]. Unless cos and sin are
-# None, it rotates q and k by them. For models with recurrent layers, it is a `LayerOps`.
-Attend = Callable[..., jax.Array]
+
+class Attend(Protocol):
+    """Attention as a function that a model's layers call. For models with recurrent layers, it is a `LayerOps`."""
+
+    def __call__(
+        self, layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None,
+        sin: jax.Array | None, /, *, sinks_n: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Return the attention [T, N, H] of queries [T, N, H] over the keys and values [T, K, H] of their sequences.
+
+        Args:
+            cos, sin: [T, H/2], the rotation of queries and keys; None: they are not rotated.
+            sinks_n: [N] float32, a score of each head that joins the sum of every softmax and has no value.
+        """
 
 
 class Recur(Protocol):
@@ -32,7 +43,7 @@ class Recur(Protocol):
 class LayerOps:
     """Attention and the ops of `Recur`, in one argument of a model."""
 
-    attend: Callable[..., jax.Array]
+    attend: Attend
     causal_conv: Callable[..., jax.Array]
     delta_rule: Callable[..., jax.Array]
 
@@ -125,6 +136,20 @@ class LeafSource(NamedTuple):
     axis: int = 0
 
 
+class Interleaved(NamedTuple):
+    """Place of a weight or bias of all experts in a tensor of a checkpoint; see `jpaged.models.interleaved`.
+
+    Attributes:
+        name: name of the tensor.
+        place: number of the weight or bias in it.
+        parts: number of those that it holds.
+    """
+
+    name: str
+    place: int = 0
+    parts: int = 1
+
+
 Graph = nnx.GraphDef[Any]  # of a module, without its leaves
 Leaf = nnx.Variable[Any]
 LeafPath = tuple[Any, ...]  # of a leaf in an NNX state, e.g. ("layers", 0, "mlp", "up_proj", "weight")
@@ -154,6 +179,7 @@ class Architecture(NamedTuple):
         source: (path of a leaf, config) -> its place in a Hugging Face checkpoint.
         is_derived: (name of a tensor, config) -> whether a checkpoint may hold it though no leaf uses it.
         rename: (name of a tensor in a file) -> the name that `source` and `is_derived` use, where checkpoints differ.
+        interleaved: (name of a tensor of `source`) -> its place in a tensor of experts; None: it is a tensor itself.
         examples: ids of checkpoints on the Hugging Face hub.
         features: differences from Llama, for the documentation.
     """
@@ -163,5 +189,6 @@ class Architecture(NamedTuple):
     source: Callable[[LeafPath, ModelConfig], LeafSource] = same_name
     is_derived: Callable[[str, ModelConfig], bool] = is_derived
     rename: Callable[[str], str] = str
+    interleaved: Callable[[str], Interleaved | None] = lambda name: None
     examples: tuple[str, ...] = ()
     features: str = ""

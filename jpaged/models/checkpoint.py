@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
+from jpaged.models.interleaved import joined, joined_shapes, members, separated
 from jpaged.models.quantized import (
     Formats,
     Takes,
@@ -188,14 +189,18 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
     Raises:
         ValueError: a file or shard is missing, or a tensor is missing, unexpected or misshapen.
     """
-    rename = architecture_of(config).rename
+    architecture = architecture_of(config)
     with open_tensors(directory) as stored:
-        tensors = {rename(name): tensor for name, tensor in stored.items()}
+        tensors = {architecture.rename(name): tensor for name, tensor in stored.items()}
         if config.num_hidden_layers > len(tensors):  # tracing hundreds of layers that are missing takes minutes
             number = f"{len(tensors)} tensors for the {config.num_hidden_layers} layers of {CONFIG}"
             raise ValueError(f"{directory} does not hold this model's tensors: {number}")
         scheme = read_scheme(directory)
-        find: Find = lambda expected: dequantized(tensors, scheme, expected) if scheme else tensors
+
+        def find(expected: Shapes) -> StoredTensors:
+            found = separated(tensors, expected, architecture.interleaved)
+            return dequantized(found, scheme, expected) if scheme else found
+
         return load_tensors(find, directory, config, form, progress=progress)
 
 
@@ -263,7 +268,7 @@ def _kept_weights(
             dtypes[leaf] = stored.dtype if field == "values" else getattr(stored, field)
             pieces[leaf] = [(tensor.leaf(field, stored), use) for tensor, use in quantized]
     if expanded:
-        size = sum(use.rows * tensor.get_shape()[1] for path in expanded for tensor, use in pieces[path])
+        size = sum(use.rows * math.prod(tensor.get_shape()[1:]) for path in expanded for tensor, use in pieces[path])
         logger.warning(
             "quantization: %d weights (first: %s) become %s, %s bytes, because %s", len(expanded),
             ".".join(map(str, expanded[0])), form.dtype, f"{size * jnp.dtype(form.dtype).itemsize:,}",
@@ -296,13 +301,20 @@ def save_safetensors(model: Model, directory: Path, *, max_shard_bytes: int = 5 
     from huggingface_hub import split_state_dict_into_shards_factory
 
     leaves = exact_leaves(model)
-    uses, shapes = tensors_of(model.config, leaves)
+    uses, separate = tensors_of(model.config, leaves)
+    place_of = architecture_of(model.config).interleaved
+    of_stored, shapes = members(separate, place_of), joined_shapes(separate, place_of)
+
+    def tensor(name: str) -> np.ndarray:
+        arrays = [_tensor(uses[each], separate[each], leaves) for each in of_stored.get(name, [name])]
+        return joined(arrays) if name in of_stored else arrays[0]
+
     num_bytes = lambda shape: next(iter(leaves.values())).dtype.itemsize * math.prod(shape)
     split = split_state_dict_into_shards_factory(
         shapes, get_storage_size=num_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
     )
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: _tensor(uses[name], shapes[name], leaves) for name in names}
+        tensors = {name: tensor(name) for name in names}
         save_file(tensors, directory / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -42,6 +42,9 @@ class Attention(nnx.Module):
         self.k_proj = linear(d, k, ("kv_heads", None))
         self.v_proj = linear(d, k, ("kv_heads", None))
         self.o_proj = linear(n, d, (None, "heads"), bias=config.attention_bias and variation.output_bias)
+        if variation.sinks:
+            sinks = nnx.initializers.normal(1.0)(rngs.params(), (config.num_attention_heads,), dtype)
+            self.sinks = nnx.Param(sinks, **axes("heads"))
         if self.qk_norm == "head":
             self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
         elif self.qk_norm == "projection":
@@ -68,7 +71,10 @@ class Attention(nnx.Module):
                 cos, sin = rotation
             else:  # `attend` rotates only whole heads
                 q_tnh, k_tkh = (_rotate_first(x, *rotation) for x in (q_tnh, k_tkh))
-        o_tnh = attend(layer, q_tnh, k_tkh, v_tkh, cos, sin)
+        sinks: dict[str, jax.Array] = {}
+        if hasattr(self, "sinks"):
+            sinks["sinks_n"] = self.sinks[...].astype(jnp.float32)
+        o_tnh = attend(layer, q_tnh, k_tkh, v_tkh, cos, sin, **sinks)
         if self.gated:
             o_tnh = o_tnh * jax.nn.sigmoid(gate_tnh)
         return self.o_proj(o_tnh.reshape(t, -1))
@@ -217,7 +223,10 @@ def _growing(attend: Attend, positions_t: jax.Array, config: ModelConfig) -> Att
     factors = (1 + config.variation.query_growth * np.log1p(steps)).astype(np.float32)
     factors_t = jnp.asarray(factors)[positions_t // original]
 
-    return lambda layer, q_tnh, *others: attend(layer, q_tnh * factors_t[:, None, None].astype(q_tnh.dtype), *others)
+    def grow(layer: int, q_tnh: jax.Array, *others: Any, **options: Any) -> jax.Array:
+        return attend(layer, q_tnh * factors_t[:, None, None].astype(q_tnh.dtype), *others, **options)
+
+    return grow
 
 
 def _scaled(x_td: jax.Array, multiplier: float) -> jax.Array:

@@ -10,7 +10,7 @@ from jpaged.models.base import Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import Join, fuse_linears
 from jpaged.models.layers import Linear
-from pallas_kernels.reference import ACTIVATIONS
+from pallas_kernels.reference import gated
 
 
 class Mlp(nnx.Module):
@@ -31,7 +31,7 @@ class Mlp(nnx.Module):
         if not hasattr(self, "gate_up_proj"):
             return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
         gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj((ACTIVATIONS[self.activation](gate) * up).reshape(len(x_td), -1))
+        return self.down_proj(gated(self.activation, gate, up).reshape(len(x_td), -1))
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse gate and up."""

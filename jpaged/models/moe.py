@@ -16,10 +16,11 @@ from jpaged.models.fused import Join, Joint, join_variables
 from jpaged.models.layers import SCALE, Linear, Product, axes, weight_of
 from jpaged.models.mlp import Mlp
 from jpaged.models.variation import Experts
-from pallas_kernels.reference import ACTIVATIONS
+from pallas_kernels.reference import gated
 
 LEAST_SCORES = 16  # of a token in the softmax or sigmoid of a router
 SMALL = 1e-20  # added to sums that weights are divided by
+BIAS = "_bias"  # end of the names of the experts' biases
 EXPERT_WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -41,11 +42,20 @@ def cost_of(config: ModelConfig, num_tokens: int) -> str | None:
 
 
 class ExpertMlps(nnx.Module):
-    """Gated MLPs of E experts, with weights [E, out, in], which may be quantized like those of `Linear`."""
+    """Gated MLPs of E experts, with weights [E, out, in], which may be quantized like those of `Linear`.
 
+    A weight `w` may have a bias `w_bias` [E, out].
+    """
+
+    gate_proj_bias: Any
+    up_proj_bias: Any
+    down_proj_bias: Any
     product: Product = staticmethod(pallas_kernels.product)
 
-    def __init__(self, d: int, f: int, num_experts: int, activation: str, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, d: int, f: int, num_experts: int, activation: str, dtype: DTypeLike, rngs: nnx.Rngs, *,
+        biases: bool = False,
+    ):  # fmt: skip
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
 
         def weight(fan_in: int, fan_out: int, *names: str | None) -> Any:
@@ -55,6 +65,9 @@ class ExpertMlps(nnx.Module):
         self.gate_proj = weight(d, f, "mlp", None)
         self.up_proj = weight(d, f, "mlp", None)
         self.down_proj = weight(f, d, None, "mlp")
+        if biases:
+            for name, size, axis in (("gate_proj", f, "mlp"), ("up_proj", f, "mlp"), ("down_proj", d, None)):
+                setattr(self, name + BIAS, nnx.Param(jnp.zeros((num_experts, size), dtype), **axes(None, axis)))
 
     def __call__(self, x_md: jax.Array, sizes_e: jax.Array, tokens_m: jax.Array) -> jax.Array:
         """Return the outputs [M, D] of rows [M, D], sorted by expert.
@@ -63,7 +76,7 @@ class ExpertMlps(nnx.Module):
             sizes_e: [E] int32, number of rows of each expert.
             tokens_m: [M] int32, the token of each row.
         """
-        gate, up, down = (weight_of(self, name, bias=None) for name in EXPERT_WEIGHTS)
+        gate, up, down = (weight_of(self, name, bias=name + BIAS) for name in EXPERT_WEIGHTS)
         multiply = partial(self.product, sizes_e=sizes_e, tokens_m=tokens_m)
         return multiply(multiply(x_md, gate, up=up, activation=self.activation), down)
 
@@ -84,13 +97,25 @@ class FusedExperts(nnx.Module):
         self.joints = {"gate_up": up, "down": out}
         self.gate_up = join_variables([gate, experts.up_proj], up, (None, None, "mlp"), place, join)
         self.down = join_variables([down], out, (None, "mlp", None), place, join)
+        if hasattr(experts, "gate_proj" + BIAS):
+            self.down_proj_bias = experts.down_proj_bias
+            biases = [experts.gate_proj_bias, experts.up_proj_bias]
+            names = tuple(f"{name}{BIAS}" for name in up.names)
+            bias = self.joints["gate_up" + BIAS] = Joint(names, (biases[0].shape,) * 2, parts, axis=1)
+            self.gate_up_bias = join_variables(biases, bias, (None, "mlp"), place, join)
 
     def __call__(self, x_md: jax.Array, sizes_e: jax.Array, tokens_m: jax.Array) -> jax.Array:
         """Return the outputs [M, D] as `ExpertMlps` does."""
         parts = self.joints["gate_up"].parts
-        both_mpf = lax.ragged_dot(x_md, self.gate_up[...], sizes_e).reshape(len(x_md), parts, 2, -1)
-        hidden_mpf = ACTIVATIONS[self.activation](both_mpf[:, :, 0]) * both_mpf[:, :, 1]
-        return lax.ragged_dot(hidden_mpf.reshape(len(x_md), -1), self.down[...], sizes_e)
+        biased = hasattr(self, "gate_up_bias")
+        expert_m = jnp.repeat(jnp.arange(len(sizes_e)), sizes_e, total_repeat_length=len(x_md)) if biased else None
+        both_mf = lax.ragged_dot(x_md, self.gate_up[...], sizes_e)
+        if biased:
+            both_mf = both_mf + self.gate_up_bias[...][expert_m]
+        both_mpf = both_mf.reshape(len(x_md), parts, 2, -1)
+        hidden_mpf = gated(self.activation, both_mpf[:, :, 0], both_mpf[:, :, 1])
+        y_md = lax.ragged_dot(hidden_mpf.reshape(len(x_md), -1), self.down[...], sizes_e)
+        return y_md + self.down_proj_bias[...][expert_m] if biased else y_md
 
 
 class MixtureOfExperts(nnx.Module):
@@ -103,10 +128,11 @@ class MixtureOfExperts(nnx.Module):
         self.num_experts, self.top_k, self.normalizes = e, experts.num_experts_per_tok, experts.norm_topk_prob
         self.router, self.scale = experts.router, experts.scale
         self.groups, self.groups_per_token = experts.groups, experts.groups_per_tok
-        self.gate = Linear(d, e, (None, None), bias=False, dtype=dtype, rngs=rngs)
+        self.gate = Linear(d, e, (None, None), bias=experts.biases, dtype=dtype, rngs=rngs)
         if self.router == "sigmoid":  # in float32, because the choice depends on small differences
             self.gate_bias = nnx.Param(jnp.zeros(e, jnp.float32), **axes(None))
-        self.experts: Any = ExpertMlps(d, f, e, config.hidden_act, dtype, rngs)
+        activation = experts.activation or config.hidden_act
+        self.experts: Any = ExpertMlps(d, f, e, activation, dtype, rngs, biases=experts.biases)
         if experts.shared_size:
             self.shared_expert = Mlp(config, experts.shared_size, dtype, rngs)
         if experts.shared_gate:

@@ -47,7 +47,7 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
         count(layer)
         return v_thv
 
-    def attend(layer: int, *arguments: Any) -> jax.Array:
+    def attend(layer: int, *arguments: Any, sinks_n: jax.Array | None = None) -> jax.Array:
         count(layer)
         heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
         for name, number, array in zip("qkv", heads, arguments[:3]):
@@ -55,6 +55,8 @@ def outputs_of(make: Callable[[Any], Model], leaves: Any, config: ModelConfig) -
         for name, angle in zip(("cos", "sin"), arguments[3:]):
             if angle is not None:
                 _check(name, angle, (TOKENS, config.head_dim // 2), ("float32",))
+        if sinks_n is not None:
+            _check("sinks_n", sinks_n, (config.num_attention_heads,), ("float32",))
         dtypes[layer] = jnp.result_type(*arguments[:3])
         return jnp.zeros(arguments[0].shape, dtypes[layer])
 

@@ -8,18 +8,19 @@ name of a field whose value is not supported, the latter with that of a tensor t
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jpaged.checkpoint_files import read_json
 from jpaged.models.config_file import CONFIG
+from jpaged.models.mxfp4 import Mxfp4Weight
 from jpaged.models.quantized_weight import Bounds, Grid, QuantizedWeight, unpacked
-from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, StoredTensor, StoredTensors
+from jpaged.models.safetensors_files import FLOAT8, DerivedTensor, KeptTensor, StoredTensor, StoredTensors
+from pallas_kernels.weights import PACKED
 
-WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
+BYTES, WORDS, INTEGERS, FLOATS = ("U8",), ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
 UNUSED = (
@@ -99,12 +100,19 @@ class Scheme(NamedTuple):
     Attributes:
         method: its name in config.json, one of `jpaged.config.QUANTIZED_CHECKPOINTS`.
         marks: names of tensors that only quantized layers have; each of these layers has one of them.
-        read: return the weight of a layer.
+        read: return the weights of a layer, by the last part of their names.
     """
 
     method: str
     marks: tuple[str, ...]
-    read: Callable[[LayerTensors], QuantizedWeight]
+    read: Callable[[LayerTensors], Mapping[str, KeptTensor]]
+
+
+def _one_weight(
+    read: Callable[..., QuantizedWeight], **options: Any
+) -> Callable[[LayerTensors], dict[str, KeptTensor]]:
+    """Return the function that reads the weight of a linear layer."""
+    return lambda layer: {"weight": read(layer, **options)}
 
 
 def awq(described: Described) -> Scheme:
@@ -112,7 +120,7 @@ def awq(described: Described) -> Scheme:
     _check(described, "bits", 4)
     _check(described, "version", "gemm", "GEMM")
     _check(described, "zero_point", True)
-    return Scheme("awq", ("qweight",), partial(grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28)))
+    return Scheme("awq", ("qweight",), _one_weight(grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28)))
 
 
 def gptq(described: Described) -> Scheme:
@@ -120,14 +128,14 @@ def gptq(described: Described) -> Scheme:
     _check(described, "bits", 4, 8)
     _check(described, "checkpoint_format", "gptq", "gptq_v2")
     bits, zero_offset = 8 if described.get("bits") == 8 else 4, int(described.get("checkpoint_format") != "gptq_v2")
-    return Scheme("gptq", ("qweight",), partial(grouped_weight, axis=0, bits=bits, zero_offset=zero_offset))
+    return Scheme("gptq", ("qweight",), _one_weight(grouped_weight, axis=0, bits=bits, zero_offset=zero_offset))
 
 
 def fp8(described: Described) -> Scheme:
     """FP8: numbers of float8_e4m3fn with scales of the tensor, of rows or of blocks."""
     _check(described, "fmt", "e4m3")
     block = _block_of("weight_block_size", described.get("weight_block_size"))
-    return Scheme("fp8", ("weight_scale", "weight_scale_inv"), partial(scaled_weight, block=block))
+    return Scheme("fp8", ("weight_scale", "weight_scale_inv"), _one_weight(scaled_weight, block=block))
 
 
 def compressed_tensors(described: Described) -> Scheme:
@@ -148,11 +156,18 @@ def compressed_tensors(described: Described) -> Scheme:
     blocks = {_block_of("block_structure", each["block_structure"]) for each in weights if each.get("block_structure")}
     if len(blocks) > 1:
         raise ValueError("config_groups with different block_structures are not supported")
-    read = partial(compressed_weight, block=blocks.pop() if blocks else None)
+    read = _one_weight(compressed_weight, block=blocks.pop() if blocks else None)
     return Scheme("compressed-tensors", ("weight_scale",), read)
 
 
-FORMATS = {"awq": awq, "gptq": gptq, "fp8": fp8, "compressed-tensors": compressed_tensors}  # by `quant_method`
+def mxfp4(described: Described) -> Scheme:
+    """MXFP4 of gpt-oss: codes of e2m1 with exponents of groups of 32, in the experts."""
+    return Scheme("mxfp4", ("down_proj_blocks",), mxfp4_weights)
+
+
+FORMATS = {  # by `quant_method`
+    "awq": awq, "gptq": gptq, "fp8": fp8, "compressed-tensors": compressed_tensors, "mxfp4": mxfp4,
+}  # fmt: skip
 
 
 def read_scheme(directory: Path) -> Scheme | None:
@@ -196,7 +211,7 @@ def dequantized(tensors: StoredTensors, scheme: Scheme, expected: Collection[str
         *_, leaf = name.rpartition(".")
         if leaf in scheme.marks:
             layer = LayerTensors(tensors, name.removesuffix(leaf), used)
-            weights[layer.prefix + "weight"] = scheme.read(layer)
+            weights |= {layer.prefix + name: weight for name, weight in scheme.read(layer).items()}
             bias = layer.prefix + "bias"
             if bias in tensors and bias not in expected and not tensors[bias][:].any():
                 used.add(bias)
@@ -265,6 +280,20 @@ def compressed_weight(layer: LayerTensors, *, block: Block | None = None) -> Qua
     grid = _grid(layer, "weight_scale", (out, shape[1]), block, zeros)
     numbers = lambda rows, columns: _centered(unpacked(packed, bits, 1, (rows, columns)), middle)
     return QuantizedWeight((out, shape[1]), "uint8" if bits == 4 else "int8", numbers, grid)
+
+
+def mxfp4_weights(layer: LayerTensors) -> dict[str, KeptTensor]:
+    """Return the weights [E, out, in] of experts: gate and up from one tensor, in turn, and down."""
+    weights: dict[str, KeptTensor] = {}
+    for name, members in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        blocks = layer.tensor(f"{name}_blocks", BYTES)
+        if len(shape := blocks.get_shape()) != 4 or shape[1] % len(members) or shape[3] != PACKED // 2:
+            expected = f"[E, {'outputs' if len(members) == 1 else '2 outputs'}, groups, {PACKED // 2}]"
+            raise ValueError(f"model: {layer.prefix}{name}_blocks has shape {shape}, expected {expected}")
+        scales = layer.tensor(f"{name}_scales", BYTES)
+        layer.check_shape(f"{name}_scales", *shape[:3])
+        weights |= {each: Mxfp4Weight(blocks, scales, i, len(members)) for i, each in enumerate(members)}
+    return weights
 
 
 def _grid(

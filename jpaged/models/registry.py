@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint_files import read_json
-from jpaged.models import gemma, glm, granite, llama, mistral, opt, qwen, text_part
+from jpaged.models import gemma, glm, gpt_oss, granite, llama, mistral, opt, qwen, text_part
 from jpaged.models.base import Architecture
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG, GENERATION, read_hf
@@ -120,6 +120,11 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
     Architecture(
         llama.SmolLM3Config, Decoder, examples=("HuggingFaceTB/SmolLM3-3B",),
         features="layers without rotary embedding, sliding windows",
+    ),
+    Architecture(
+        gpt_oss.GptOssConfig, Decoder, gpt_oss.source, interleaved=gpt_oss.interleaved,
+        examples=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+        features="attention sinks, windows in every second layer, experts with biases, weights in MXFP4",
     ),
     Architecture(
         opt.OPTConfig, opt.OPT, opt.source, rename=opt.full_name, examples=("facebook/opt-125m", "facebook/opt-13b"),

@@ -156,6 +156,8 @@ class Experts:
         groups: number of groups of experts, of which a token chooses some by their best two experts.
         groups_per_tok: number of groups that a token chooses.
         scale: factor on the weights of a token's experts.
+        biases: whether the router and the experts have biases.
+        activation: activation of the experts; None: the config's `hidden_act`.
     """
 
     num_experts: int
@@ -169,6 +171,8 @@ class Experts:
     groups: int = 1
     groups_per_tok: int = 1
     scale: float = 1.0
+    biases: bool = False
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -232,6 +236,7 @@ class Variation:
         local_rope: rotary embedding of the layers with a window; None: that of the other layers.
         no_rope: layers without rotary embedding.
         adjacent_rope: whether the rotary embedding turns adjacent dims, and not the two halves of a head.
+        sinks: whether each query head has a sink, a learned score without a value.
         scale: factor on q·k; None: head_dim ** -0.5.
         query_growth: g where the query at position p of an original context of c tokens has the factor
             1 + g * log(1 + floor(p / c)).
@@ -253,6 +258,7 @@ class Variation:
     local_rope: RopeConfig | None = None
     no_rope: tuple[int, ...] = ()
     adjacent_rope: bool = False
+    sinks: bool = False
     scale: float | None = None
     query_growth: float = 0.0
     soft_cap: float | None = None

@@ -24,8 +24,9 @@ def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) 
     distance_bww = positions_bw[:, :, None] - positions_bw[:, None, :]
 
     def attend(
-        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None, sin: jax.Array | None
-    ) -> jax.Array:
+        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, cos: jax.Array | None,
+        sin: jax.Array | None, *, sinks_n: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         spec = cast(AttentionSpec, model.attention_specs[layer])
         if cos is not None and sin is not None:
             q_tnh, k_tkh = (rotate(x, cos, sin) for x in (q_tnh, k_tkh))
@@ -36,7 +37,11 @@ def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) 
             scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
         seen_bww = mask_bww if spec.window is None else mask_bww & (distance_bww < spec.window)
         # A finite value, so that a row of padding that sees nothing has finite gradients.
-        weights = jax.nn.softmax(jnp.where(seen_bww[:, None, None], scores, -1e30), axis=-1).astype(v_bwkh.dtype)
+        scores = jnp.where(seen_bww[:, None, None], scores, -1e30)
+        if sinks_n is not None:
+            sinks = sinks_n.reshape(k_tkh.shape[1], -1, 1, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :width].astype(v_bwkh.dtype)
         return jnp.einsum("bkgqs,bskh->bqkgh", weights, v_bwkh).reshape(q_tnh.shape)
 
     return attend
@@ -79,12 +84,15 @@ def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> At
     step = as_step(is_output_bw, cache.block_size)
     num_blocks = len(is_output_bw) * step.block_tables[0].shape[1]
 
-    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
+    def attend(
+        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any,
+        sinks_n: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         pool = [jnp.zeros(cache.shape(num_blocks), cache.dtype) for _ in "kv"]
         spec = cast(AttentionSpec, model.attention_specs[layer])
-        return cache.attend(pool, 0, spec, step, False, qkv, angles).astype(dtype)
+        return cache.attend(pool, 0, spec, step, False, qkv, angles, sinks_n).astype(dtype)
 
     return _with_recurrence(attend, cache.kernels, *is_output_bw.shape)
 

@@ -119,7 +119,7 @@ class KVCache:
 
     def attend(
         self, pool: Pool, layer: int, spec: AttentionSpec, batch: Batch, decode: bool,
-        qkv: tuple[jax.Array, ...], angles: tuple[jax.Array | None, ...],
+        qkv: tuple[jax.Array, ...], angles: tuple[jax.Array | None, ...], sinks_n: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
         """Write a layer's keys and values, and return the attention [T, N, H] of its queries.
 
@@ -128,6 +128,7 @@ class KVCache:
             decode: every sequence has one query, a decode token, and query s belongs to sequence s.
             qkv: [T, N, H], [T, K, H], [T, K, H].
             angles: cos and sin [T, H/2] that rotate queries and keys, or None.
+            sinks_n: [N] float32, or None.
         """
         group, place = self.groups.places[layer]
         (q_tnh, k_tkh, v_tkh), (cos, sin), at = qkv, angles, slice(2 * place, 2 * place + 2)
@@ -139,7 +140,7 @@ class KVCache:
         pool[at] = k, v
         q_tnh = rotated[0] if rotated else q_tnh
         work = dict(zip(self.windows, batch.work)).get(spec.window)
-        options: dict[str, Any] = spec._asdict() | scales | {"work": work}
+        options: dict[str, Any] = spec._asdict() | scales | {"work": work, "sinks_n": sinks_n}
         layout = batch.block_tables[group], batch.context_lens
         if decode:
             return cast(jax.Array, self.kernels.paged_decode_attention(q_tnh, k, v, *layout, **options))

@@ -43,11 +43,14 @@ def forward(
     (pool, states), specs = cache.parts(list(pool)), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
 
-    def attend(layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any) -> jax.Array:
+    def attend(
+        layer: int, q_tnh: jax.Array, k_tkh: jax.Array, v_tkh: jax.Array, *angles: Any,
+        sinks_n: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         dtype = jnp.result_type(q_tnh, k_tkh, v_tkh)
         qkv = tuple(x.astype(cache.attention_dtype or x.dtype) for x in (q_tnh, k_tkh, v_tkh))
         spec = cast(AttentionSpec, specs[layer])
-        o_tnh = cache.attend(pool, layer, spec, batch, decode, qkv, angles).astype(dtype)
+        o_tnh = cache.attend(pool, layer, spec, batch, decode, qkv, angles, sinks_n).astype(dtype)
         leave_rows(layer)
         return o_tnh
 

@@ -21,7 +21,7 @@ from pallas_kernels.ops import Implementation
 from pallas_kernels.options import Contexts, OutputAndLse, WriteOptions
 
 WHOLE, COLUMNS = P(), P(None, ALL)
-POOL, KV_HEADS, SCALES = P(None, KV), P(None, KV), P(KV)
+POOL, KV_HEADS, SCALES, HEADS = P(None, KV), P(None, KV), P(KV), P(ALL)
 CONTEXT_SPECS: Any = POOL, POOL, WHOLE, WHOLE
 
 
@@ -36,7 +36,7 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
     def attention(op: Callable[..., OutputAndLse]) -> Callable[..., OutputAndLse]:
         def attend(q: jax.Array, contexts: Contexts, *rows_and_options: Any) -> OutputAndLse:
             *rows, options = rows_and_options
-            options_spec = replace(options, k_scale_k=SCALES, v_scale_k=SCALES, work=WHOLE)
+            options_spec = replace(options, k_scale_k=SCALES, v_scale_k=SCALES, work=WHOLE, sinks_n=HEADS)
             specs = COLUMNS, Contexts(*CONTEXT_SPECS), *[WHOLE] * len(rows), options_spec
             return cast(OutputAndLse, divided(op, in_specs=specs, out_specs=COLUMNS)(q, contexts, *rows, options))
 

@@ -221,6 +221,7 @@ def select_kernels(
             compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
             head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
             num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
+            sinks=model.variation.sinks,
             self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
         )  # fmt: skip
 

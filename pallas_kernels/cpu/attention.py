@@ -133,14 +133,15 @@ def ragged_paged_attention(
         decode_s = jnp.ones(contexts.context_lens_s.shape, bool)
     spec = Spec(
         str(q_tnh.dtype), str(contexts.k_pool.dtype), num_kv_heads, group, head_dim, block_size, float(options.scale),
-        options.soft_cap, options.window,
+        options.soft_cap, options.window, options.sinks_n is not None,
     )  # fmt: skip
     q_tnh, given_dim = pad_head_dim(q_tnh, head_dim), q_tnh.shape[2]
     statistics = jax.ShapeDtypeStruct(q_tnh.shape[:2], jnp.float32)
     results = [jax.ShapeDtypeStruct(q_tnh.shape, q_tnh.dtype), statistics, statistics]
     scales = () if options.k_scale_k is None else (options.k_scale_k, options.v_scale_k)
+    sinks = () if options.sinks_n is None else (options.sinks_n,)
     attend = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
-    o_tnh, top_tn, total_tn = attend(q_tnh, *contexts, cu_q_lens_s1, decode_s, *scales)
+    o_tnh, top_tn, total_tn = attend(q_tnh, *contexts, cu_q_lens_s1, decode_s, *scales, *sinks)
     return o_tnh[..., :given_dim], (top_tn + jnp.log2(total_tn)) * math.log(2)
 
 

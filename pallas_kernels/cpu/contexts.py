@@ -8,10 +8,11 @@ from llvmlite import ir
 
 from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Machine, Value
 from pallas_kernels.cpu.ffi import CallFrame
-from pallas_kernels.cpu.numbers import loader, storer, tanh
+from pallas_kernels.cpu.numbers import exp2, loader, storer, tanh
 
 # Arguments: q [T, N, H], both pools, block tables [S, W], lengths of contexts [S], first rows of sequences [S + 1],
-# whether each may be a decode token [S] bool, and the scales of keys and values [K] float32. Other numbers are int32.
+# whether each may be a decode token [S] bool, the scales of keys and values [K] float32 of fp8 pools, and sinks [N]
+# float32 if there are any. Other numbers are int32.
 Q, K_POOL, V_POOL, TABLES, LENGTHS, STARTS, DECODES, K_SCALES, V_SCALES = range(9)
 # Results: the output [T, N, H] in q's dtype, and the maxima and the sums of the softmax [T, N] float32.
 OUTPUT, TOPS, TOTALS = range(3)
@@ -31,6 +32,7 @@ class Spec(NamedTuple):
     scale: float
     soft_cap: float | None
     window: int | None
+    has_sinks: bool = False
 
 
 class ContextsFrame:
@@ -116,6 +118,22 @@ class ContextsFrame:
         factor = self._scaled(1.0, V_SCALES, k_head)
         none = total.compare("==", 0.0)
         return self.code.value(factor, total.llvm.type) / self.code.select(none, total * 0.0 + 1.0, total)
+
+    def sink(self, row: Value) -> Value:
+        """Return the sink of a row among the heads of all queries, in units of log(2)."""
+        argument = V_SCALES + 1 if "float8" in self.spec.pool_dtype else K_SCALES
+        return self.code.load(self.call.argument(argument), row % self.heads, F32) * math.log2(math.e)
+
+    def with_sinks(self, sinks: Value, top: Value, total: Value) -> tuple[Value, Value, Value]:
+        """Return the maxima and sums of softmaxes with their sinks, and the factors of their results.
+
+        All are vectors. Nothing changes where there are no keys.
+        """
+        code, none = self.code, total.compare("==", 0.0)
+        new_top = code.maximum(top, sinks)
+        shrink = exp2(code, top - new_top)
+        with_sink = total * shrink + exp2(code, sinks - new_top)
+        return code.select(none, top, new_top), code.select(none, total, with_sink), shrink
 
     def store_output(self, x: Value, index: Value) -> None:
         """Write a vector of the output."""

@@ -85,8 +85,12 @@ class DecodeWriter(ContextsFrame):
                 code.store(total, result, size + 1)
 
     def _finish(self, o: Value, row: Value, k_head: Value, top: Value, total: Value) -> None:
-        code, size = self.code, self.spec.head_dim
+        code, size, shrink = self.code, self.spec.head_dim, None
+        if self.spec.has_sinks:
+            vectors = [code.splat(x, self.lanes) for x in (self.sink(row), top, total)]
+            top, total, shrink = (code.element(x, 0) for x in self.with_sinks(*vectors))
         factor = self.output_factor(k_head, total)
+        factor = factor if shrink is None else factor * shrink
         with code.loop(0, size, self.lanes) as i:
             self.store_output(code.load_vector(o, i, F32, self.lanes) * factor, row * size + i)
         self.store_softmax(row, top, total)

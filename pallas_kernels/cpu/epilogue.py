@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pallas_kernels.cpu.code import Code, Value
 from pallas_kernels.cpu.numbers import exp, tanh
+from pallas_kernels.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 Activation = Callable[[Code, Value], Value]
 
@@ -25,7 +26,23 @@ def relu(code: Code, x: Value) -> Value:
     return code.select(x.compare("<", 0.0), code.value(0.0, x.llvm.type), x)
 
 
+def swiglu_oai(code: Code, x: Value) -> Value:
+    """Return y / (1 + e^(-a y)) of y = min(x, limit)."""
+    x = code.minimum(x, code.value(SWIGLU_LIMIT, x.llvm.type))
+    lowest = code.maximum(x * SWIGLU_ALPHA, code.value(-88.0, x.llvm.type))
+    return x / (exp(code, -1.0 * lowest) + 1.0)
+
+
+def gated(code: Code, activation: str | None, gate: Value, up: Value) -> Value:
+    """Return the result of a gated product as `reference.gated` does."""
+    if activation == "swiglu_oai":
+        limit = code.value(SWIGLU_LIMIT, up.llvm.type)
+        up = code.minimum(code.maximum(up, -1.0 * limit), limit) + 1.0
+    return ACTIVATIONS[activation](code, gate) * up
+
+
 # GELU without approximation needs the error function, which XLA computes.
 ACTIVATIONS: dict[str | None, Activation] = {
     None: lambda _, x: x, "silu": silu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu,
+    "swiglu_oai": swiglu_oai,
 }  # fmt: skip

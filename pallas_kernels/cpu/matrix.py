@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Machine, Number, Value
+from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Code, Machine, Number, Value
 from pallas_kernels.cpu.ffi import CallFrame
-from pallas_kernels.cpu.numbers import LOADED, loader
-from pallas_kernels.weights import MIDDLE, PACKED, Format, Weight
+from pallas_kernels.cpu.numbers import LOADED, float_of_e2m1, loader
+from pallas_kernels.weights import E2M1, MIDDLE, PACKED, Format, Weight
 
 CACHE_LINE = 64
 AHEAD = 4096  # prefetch distance of products with many rows, in bytes
@@ -114,7 +114,7 @@ class Matrix:
         for name in ("scales", "minima"):
             if name not in self._dtypes:
                 continue
-            array, (_, load) = self._arrays[name], loader(self._dtypes[name], self.lanes)
+            array, (_, load) = self._arrays[name], self._loader(name)
             addresses[name] = place = code.scratch(size + self.lanes, F32)
             whole = self._all_rows * self.num_groups - self.lanes  # from here on a vector would pass the array's end
             for first, to in starts:
@@ -123,9 +123,20 @@ class Matrix:
                         code.store_vector(load(code, array, first + g), place, g + to)
                     with code.when((first + g).compare(">", whole)):
                         part = functools.partial(code.load_part, count=count - g)
-                        _, load_part = loader(self._dtypes[name], self.lanes, part)
+                        _, load_part = self._loader(name, part)
                         code.store_vector(load_part(code, array, first + g), place, g + to)
         return Factors(**addresses)
+
+    def _loader(self, name: str, load_vector: Callable[..., Value] | None = None) -> Any:
+        """Return the writer of a load of scales or minima as `loader` does; exponents become powers of two."""
+        if self._dtypes[name] != "uint8":
+            return loader(self._dtypes[name], self.lanes, load_vector)
+
+        def load(code: Code, array: Value, index: Value) -> Value:
+            x = (load_vector or code.load_vector)(array, index, I8, self.lanes)
+            return code.cast("bitcast", code.cast("zext", x, I32) << 23, F32)
+
+        return I8, load
 
     def weights(self, address: Value, k: Value, left: Value | None, factors: Factors, at: Value) -> list[Value]:
         """Return the weights of `step` inputs from k on of the row at an address, whose factors lie at `at`."""
@@ -133,6 +144,8 @@ class Matrix:
         if factors.scales is None:
             return self._numbers(address, k, left)
         scale = code.splat(code.load(factors.scales, at, F32), self.lanes)
+        if self.form.is_mxfp4:
+            return self._of_e2m1(address, k, scale)
         if factors.minima is not None:
             return self._scaled(address, k, scale, code.splat(code.load(factors.minima, at, F32), self.lanes))
         return self._scaled(address, k, scale, scale * -float(MIDDLE) if self.form.is_packed else None)
@@ -151,6 +164,15 @@ class Matrix:
         numbers = [code.cast("sitofp", each, F32) for each in (*(p & 15 for p in pairs), *(p >> 4 for p in pairs))]
         return [code.fma(number, scale, minimum) for number in numbers]
 
+    def _of_e2m1(self, address: Value, k: Value, scale: Value) -> list[Value]:
+        """Return the weights of `step` inputs of one group in MXFP4."""
+        code, pairs = self.code, self._pairs(address, k)
+        halves = [*pairs, *(pair >> 4 for pair in pairs)]
+        if self.lanes == TABLE:
+            table = code.vector(E2M1) * scale
+            return [code.look_up(table, each) for each in halves]
+        return [float_of_e2m1(code, each) * scale for each in halves]
+
     def _numbers(self, address: Value, k: Value, left: Value | None = None) -> list[Value]:
         code = self.code
         if self.dots:
@@ -165,8 +187,8 @@ class Matrix:
         starts = range(0, PACKED // 2, self.lanes)
         return [code.cast("zext", code.load_vector(address, (k >> 1) + n, I8, self.lanes), I32) for n in starts]
 
-    def finish(self, sums: Value, row: Value, output: Value, load_vector: Callable[..., Value]) -> Value:
-        """Return the sums of several outputs, scaled and with their bias.
+    def finish(self, sums: Value, row: Value, load_vector: Callable[..., Value]) -> Value:
+        """Return the sums of several outputs, from `row` on among those of all experts, scaled and with their bias.
 
         Both in one operation: LLVM may round once or twice otherwise, which differs between parts of the code.
         """
@@ -174,7 +196,7 @@ class Matrix:
         if self.form.scales is not None and self.form.group is None:
             scales = self._vector("scales", row, load_vector)
         if self.bias is not None:
-            bias = self._vector("bias", output, load_vector)
+            bias = self._vector("bias", row, load_vector)
         if scales is not None and bias is not None:
             return self.code.fma(sums, scales, bias)
         return sums * scales if scales is not None else sums + bias if bias is not None else sums

@@ -85,6 +85,19 @@ def _fp8_bits(code: Code, x: Value) -> Value:
     return code.select(x.compare("==", x), result, code.value(0x7F, result.llvm.type)) | sign
 
 
+def float_of_e2m1(code: Code, x: Value) -> Value:
+    """Return the numbers of e2m1 whose codes are the lowest 4 bits of int32, as float32.
+
+    Float32 numbers of the same exponent and mantissa bits, made by a number of exponent 1 in front of subnormal ones.
+    """
+    size = x & 7
+    whole = code.cast("bitcast", (size << 22) + (126 << 23), F32)
+    subnormal = size.compare("<", 2)
+    half = code.cast("bitcast", (size & 1) * 0x3F000000, F32)
+    bits = code.cast("bitcast", code.select(subnormal, half, whole), I32) | (x & 8) << 28
+    return code.cast("bitcast", bits, F32)
+
+
 def exp2(code: Code, x: Value) -> Value:
     """Return 2^x of a vector of float32 up to 127, as 2^n 2^r with |r| <= 1/2, by the series for 2^r.
 

@@ -18,7 +18,7 @@ from llvmlite import ir
 from pallas_kernels import reference
 from pallas_kernels.cpu import stream
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
-from pallas_kernels.cpu.epilogue import ACTIVATIONS
+from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import MOST_GROUPS, Load, Matrix, has_code, num_arrays
 from pallas_kernels.cpu.stream import Block
@@ -385,16 +385,17 @@ class _Writer:
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
-        activation, width = ACTIVATIONS[self.spec.activation], matrices[0].outputs
+        width = matrices[0].outputs
         last = stop - (stop - start) % lanes
 
         def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
             for matrix, sums_to in zip(matrices, sums):
                 value = code.load_vector(sums_to, r * of_row + (o - start), F32, lanes)
-                values.append(matrix.finish(value, expert * matrix.outputs + o, o, load))
-            gate = activation(code, values[0])
-            return gate * values[1] if self.spec.gated else gate
+                values.append(matrix.finish(value, expert * matrix.outputs + o, load))
+            if self.spec.gated:
+                return gated(code, self.spec.activation, *values)
+            return ACTIVATIONS[self.spec.activation](code, values[0])
 
         with code.loop(0, count) as r:
             at = code.load(rows, r, I64) * width

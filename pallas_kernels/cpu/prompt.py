@@ -299,7 +299,11 @@ class PromptWriter(ContextsFrame):
         """Write the results of some rows, the first `count` of them."""
         code, lanes, size = self.code, self.lanes, self.spec.head_dim
         with code.loop(0, self.width, lanes) as n:
-            factor = self.output_factor(k_head, code.load_vector(rows.totals, n, F32, lanes))
+            total, shrink = code.load_vector(rows.totals, n, F32, lanes), None
+            if self.spec.has_sinks:
+                total, shrink = self._add_sinks(rows, n)
+            factor = self.output_factor(k_head, total)
+            factor = factor if shrink is None else factor * shrink
             with code.loop(0, size, lanes) as h:
                 columns = [
                     code.load_vector(rows.o, (h + i) * self.width + n, F32, lanes) * factor for i in range(lanes)
@@ -310,3 +314,15 @@ class PromptWriter(ContextsFrame):
         with code.loop(0, code.minimum(count, count * 0 + self.width)) as row:
             top, total = code.load(rows.tops, row, F32), code.load(rows.totals, row, F32)
             self.store_softmax(code.load(rows.places, row, I64), top, total)
+
+    def _add_sinks(self, rows: Rows, n: Value) -> tuple[Value, Value]:
+        """Write the addition of sinks to a vector of rows, and return their sums and the factors of their outputs."""
+        code, lanes = self.code, self.lanes
+        sinks = code.scratch(lanes, F32)
+        with code.loop(0, lanes) as r:
+            code.store(self.sink(code.load(rows.places, n + r, I64)), sinks, r)
+        states = (code.load_vector(each, n, F32, lanes) for each in (rows.tops, rows.totals))
+        top, total, shrink = self.with_sinks(code.load_vector(sinks, 0, F32, lanes), *states)
+        code.store_vector(top, rows.tops, n)
+        code.store_vector(total, rows.totals, n)
+        return total, shrink

@@ -5,6 +5,8 @@ of one KV head padded to wgmma's N, X output columns of one thread block.
 """
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.ring import TMA_ROWS
-from pallas_kernels.mosaic.softmax import natural_lse, softmax_state
+from pallas_kernels.mosaic.softmax import LOG2E, natural_lse, sinks_first, softmax_state
 from pallas_kernels.mosaic.support import check_grid, compiler_params, store_transposed
 from pallas_kernels.options import Ref
 
@@ -54,6 +56,18 @@ class QueryRows:
         """Return the first row of a KV head."""
         return (row * num_kv_heads + head) * self.stride
 
+    def period(self, num_heads: int, num_kv_heads: int) -> int:
+        """Return the number of rows after which the heads of boxes repeat."""
+        return math.lcm(num_heads, TMA_ROWS) if self.direct else num_kv_heads * self.stride
+
+    def of_heads(self, x_n: jax.Array, num_kv_heads: int) -> jax.Array:
+        """Return numbers of heads in the places of the rows of a period, with those of the next boxes after them."""
+        period = self.period(len(x_n), num_kv_heads)
+        if not self.direct:
+            x_kg = x_n.reshape(num_kv_heads, -1)
+            x_n = jnp.pad(x_kg, ((0, 0), (0, self.stride - x_kg.shape[1]))).reshape(-1)
+        return jnp.tile(x_n, -(-(period + LANES) // len(x_n)))[: period + LANES]
+
     def lead(self, row: Any, head: Any, num_kv_heads: int) -> Any:
         """Return the number of rows in a box before the first row of a KV head."""
         return self.first(row, head, num_kv_heads) % TMA_ROWS if self.stride % TMA_ROWS else 0 * (row + head)
@@ -74,6 +88,9 @@ def _kernel(
     parts_full: Ref,  # barriers [U]
     lses_full: Ref,  # barriers [U]
     rows: QueryRows,
+    sinks_ref: Any = None,  # ref or None: fp32, base 2, of `QueryRows.of_heads`
+    sinks_smem: Any = None,  # [LANES] fp32
+    sinks_full: Any = None,  # barrier
 ) -> None:
     seq, c = lax.axis_index("s"), lax.axis_index("c")
     m = parts_smem.shape[2]
@@ -103,6 +120,12 @@ def _kernel(
 
     @pl.when(row >= 0)
     def combine() -> None:
+        if sinks_ref is not None:
+            box = lax.div(rows.first(row, head, num_kv_heads), TMA_ROWS) * TMA_ROWS
+            at = lax.rem(box, rows.period(o_rnh_ref.shape[1], num_kv_heads))
+            own = pl.ds(pl.multiple_of(at, TMA_ROWS), LANES)
+            plgpu.copy_gmem_to_smem(sinks_ref.at[own], sinks_smem, sinks_full)
+
         @pl.loop(0, splits)
         def fetch(u: jax.Array) -> None:  # all of them at once
             plgpu.copy_gmem_to_smem(lse_ikl_ref.at[first + u, head], lses_smem.at[u], lses_full.at[u])
@@ -110,6 +133,11 @@ def _kernel(
 
         acc_xm, max_m, sum_m = softmax_state(COLUMNS, m, softmax_axis=0)
         max_m = lax.fori_loop(0, splits, largest, max_m)
+        if sinks_ref is not None:
+            plgpu.barrier_wait(sinks_full)
+            sink_m = plgpu.load(sinks_smem.at[pl.ds(0, m)], layout=plgpu.Layout.WGMMA.reduce(0))
+            max_m = jnp.maximum(max_m, sink_m)
+            sum_m = jnp.exp2(sink_m - max_m) * jnp.where(splits > 0, 1.0, 0.0)
         acc_xm, _, sum_m = lax.fori_loop(0, splits, merge, (acc_xm, max_m, sum_m))
         o_xm = acc_xm / wide(jnp.where(sum_m == 0.0, 1.0, sum_m))  # no context: exactly 0
         store_transposed(o_smem, o_xm.astype(o_smem.dtype))
@@ -124,12 +152,13 @@ def _kernel(
 
 def combine(
     o_ikhm: jax.Array, lse_ikl: jax.Array, first_s1: jax.Array, row_s: jax.Array, o_rnh_ref: Ref, *,
-    rows: QueryRows, max_splits: int,
+    rows: QueryRows, max_splits: int, sinks_n: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Merge the splits of each sequence s into row `row_s[s]` of the output ref; a sequence without splits gives 0.
 
     Args:
         rows: places of the query heads in M.
+        sinks_n: see `AttentionOptions`; a sequence with splits has them once.
 
     Returns:
         The natural log-sum-exps [S, K, LANES] float32 of the sequences that have a row, in the places of the heads.
@@ -137,8 +166,15 @@ def combine(
     _, k, h, m = o_ikhm.shape
     grid = (k * (h // COLUMNS), row_s.shape[0])
     check_grid("paged_decode_combine", grid)
+    kernel: Callable[..., None] = functools.partial(_kernel, rows=rows)
+    arrays: list[jax.Array] = []
+    scratch: dict[str, Any] = {}
+    if sinks_n is not None:
+        arrays.append(rows.of_heads(sinks_n * LOG2E, k))
+        scratch = dict(sinks_smem=plgpu.SMEM((LANES,), jnp.float32), sinks_full=plgpu.Barrier())
+        kernel = functools.partial(sinks_first, kernel)
     lse_skl: jax.Array = plgpu.kernel(
-        functools.partial(_kernel, rows=rows),
+        kernel,
         out_type=jax.ShapeDtypeStruct((row_s.shape[0], k, LANES), jnp.float32),
         grid=grid,
         grid_names=("c", "s"),
@@ -149,8 +185,9 @@ def combine(
             lse_smem=plgpu.SMEM((LANES,), jnp.float32),
             parts_full=plgpu.Barrier(num_barriers=max_splits),
             lses_full=plgpu.Barrier(num_barriers=max_splits),
+            **scratch,
         ),
         compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="paged_decode_combine",
-    )(o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref)
+    )(*arrays, o_ikhm, lse_ikl, first_s1, row_s, o_rnh_ref)
     return lse_skl

@@ -214,7 +214,10 @@ def attend_rows(
     rows = QueryRows.of(len(q_rnh), n, k)
     o_ikhm, lse_ikl = _launch(q_rnh, contexts, work, rows, options, cut)
     most = work.splits.work_i4.shape[0] // s
-    lse_skl = combine(o_ikhm, lse_ikl, work.splits.first_s1, work.row_s, o_rnh_ref, rows=rows, max_splits=most)
+    lse_skl = combine(
+        o_ikhm, lse_ikl, work.splits.first_s1, work.row_s, o_rnh_ref, rows=rows, max_splits=most,
+        sinks_n=options.sinks_n,
+    )  # fmt: skip
     lead_sk = rows.lead(work.row_s[:, None], jnp.arange(k), k)
     lse_skg = jnp.take_along_axis(lse_skl, lead_sk[:, :, None] + jnp.arange(n // k), axis=2, mode="clip")
     return lse_skg.reshape(s, n)

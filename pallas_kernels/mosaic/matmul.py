@@ -29,7 +29,7 @@ from pallas_kernels.weights import Format
 OUTPUTS = 64  # of a warpgroup: wgmma's M
 REGISTERS = (224, 56)  # of a thread that computes and of one that copies, where they share 504
 PIECE = 64  # rows that a warpgroup stores at once
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu")  # that the kernel computes
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu", "swiglu_oai")  # that the kernel computes
 
 
 class Inputs(NamedTuple):
@@ -217,8 +217,9 @@ def _kernel(
             for operation, refs in (jnp.multiply, inputs.scales), (jnp.add, inputs.biases):
                 if refs:
                     sums = [of_outputs(operation, x, ref, at) for x, ref in zip(sums, refs, strict=True)]
-            first = reference.ACTIVATIONS[activation](sums[0]) if activation else sums[0]
-            return first * sums[1] if len(sums) == 2 else first
+            if len(sums) == 2:
+                return reference.gated(activation, *sums)
+            return reference.ACTIVATIONS[activation](sums[0]) if activation else sums[0]
 
         def tile(step: jax.Array, filled: jax.Array) -> jax.Array:
             part, row_tile, output = work(step)

@@ -13,6 +13,9 @@ of one KV head, X output columns of one thread block (H, or a part of it).
 """
 
 import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,18 @@ from pallas_kernels.checks import FP8
 from pallas_kernels.cuts import QueryTiles
 from pallas_kernels.mosaic.decode import attend_rows, decode_cut
 from pallas_kernels.mosaic.ring import TMA_ROWS, WGMMA_ROWS, KVRing
-from pallas_kernels.mosaic.softmax import NEG, capped, exponent_factor, natural_lse, product, scales, softmax_state
+from pallas_kernels.mosaic.softmax import (
+    LOG2E,
+    NEG,
+    capped,
+    exponent_factor,
+    natural_lse,
+    product,
+    scales,
+    sinks_first,
+    softmax_state,
+    with_sinks,
+)
 from pallas_kernels.mosaic.support import check_grid, check_supported, compiler_params
 from pallas_kernels.mosaic.work import RaggedWork, WorkSizes, ragged_work, tokens_per_warpgroup
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse, Ref
@@ -61,6 +75,8 @@ def _kernel(
     soft_cap: float | None,
     window: int | None,
     registers: tuple[int, int] | None,
+    sinks_ref: Any = None,  # ref or None: [K, period of heads + R] fp32, base 2
+    sinks_smem: Any = None,  # [J, R] fp32
 ) -> None:
     num_tiles, num_kv_heads, columns = tile_seq_i_ref.shape[0], k_pool_ref.shape[1], o_smem.shape[2]
     chunks = o_tnh_ref.shape[2] // columns
@@ -196,8 +212,15 @@ def _kernel(
         plgpu.barrier_arrive(ring.v_free.at[lax.rem(tiles - 1, stages)])
         _, head, _ = place()
         # Rows that this warpgroup doesn't own may have seen nothing but masks: they are not stored.
-        o_smem[warpgroup] = (acc_rx * by_row(v_scale_k_ref[head] / sum_r, columns)).astype(o_smem.dtype)
-        lse_smem[warpgroup] = natural_lse(max_r * exponent_factor(k_scale_k_ref[head], soft_cap), sum_r)
+        if sinks_smem is None:
+            o_smem[warpgroup] = (acc_rx * by_row(v_scale_k_ref[head] / sum_r, columns)).astype(o_smem.dtype)
+            lse_smem[warpgroup] = natural_lse(max_r * exponent_factor(k_scale_k_ref[head], soft_cap), sum_r)
+            return
+        sink_r = plgpu.load(sinks_smem.at[warpgroup], layout=layout.reduce(1))
+        max_r = max_r * exponent_factor(k_scale_k_ref[head], soft_cap)
+        shrink_r, max_r, sum_r = with_sinks(sink_r, max_r, sum_r)
+        o_smem[warpgroup] = (acc_rx * by_row(shrink_r * (v_scale_k_ref[head] / sum_r), columns)).astype(o_smem.dtype)
+        lse_smem[warpgroup] = natural_lse(max_r, sum_r)
 
     def pass_by(start: jax.Array, end: jax.Array) -> None:
         """Free every tile: this warpgroup owns no row."""
@@ -258,6 +281,10 @@ def _kernel(
             _, _, lead, start = own_rows(i, j)
             box = pl.ds(pl.multiple_of(start * group - lead, TMA_ROWS), rows)
             plgpu.copy_gmem_to_smem(q_kyh_ref.at[head, box], q_smem.at[j], q_full)
+            if sinks_ref is not None:
+                first = lax.rem(start * group - lead, math.lcm(group, TMA_ROWS))
+                sinks = sinks_ref.at[head, pl.ds(pl.multiple_of(first, TMA_ROWS), rows)]
+                plgpu.copy_gmem_to_smem(sinks, sinks_smem.at[j], q_full)
         where = dict(seq=tile_seq_i_ref[i], head=head, start=key_start, end=key_end, seen=seen, v_column=column)
         ring.drain(ring.fill(k_pool_ref, v_pool_ref, table_sw_ref, filled=jnp.int32(0), **where))
 
@@ -280,8 +307,17 @@ def _launch(
     # distribution is enough for one computing warpgroup.
     copying = 72 if k_pool.dtype == FP8 else 40
     registers = None if warpgroups == 1 else ((504 - copying) // warpgroups // 8 * 8, copying)
+    kernel: Callable[..., None] = functools.partial(
+        _kernel, soft_cap=options.soft_cap, window=options.window, registers=registers
+    )
+    arrays: list[jax.Array] = []
+    scratch: dict[str, Any] = {}
+    if options.sinks_n is not None:
+        arrays.append(_sinks_of_rows(options.sinks_n.reshape(k, -1)))
+        scratch["sinks_smem"] = plgpu.SMEM((warpgroups, WGMMA_ROWS), jnp.float32)
+        kernel = functools.partial(sinks_first, kernel)
     lse_ikjr: jax.Array = plgpu.kernel(
-        functools.partial(_kernel, soft_cap=options.soft_cap, window=options.window, registers=registers),
+        kernel,
         out_type=jax.ShapeDtypeStruct((num_tiles, k, warpgroups, WGMMA_ROWS), jnp.float32),
         grid=grid,
         grid_names=("c",),
@@ -291,15 +327,24 @@ def _launch(
             q_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS, h), dtype),
             o_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS, columns), o_tnh_ref.dtype),
             lse_smem=plgpu.SMEM((warpgroups, WGMMA_ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=warpgroups),
+            q_full=plgpu.Barrier(num_arrivals=warpgroups * (1 + len(arrays))),
             ring=KVRing.scratch(tiles.stages, (tiles.tile, h, columns), dtype, k_pool, consumers=warpgroups),
+            **scratch,
         ),
         compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="ragged_paged",
     )(
-        q_kyh, *contexts[:2], *scales(options, k), contexts.block_tables_sw, work.context_s1, *work.tiles, o_tnh_ref
+        *arrays, q_kyh, *contexts[:2], *scales(options, k), contexts.block_tables_sw, work.context_s1, *work.tiles,
+        o_tnh_ref,
     )  # fmt: skip
     return lse_ikjr
+
+
+def _sinks_of_rows(sinks_kg: jax.Array) -> jax.Array:
+    """Return sinks of base 2 in the order of a KV head's rows, for boxes of WGMMA_ROWS that start at TMA_ROWS."""
+    group = sinks_kg.shape[1]
+    rows = math.lcm(group, TMA_ROWS) + WGMMA_ROWS
+    return jnp.tile(sinks_kg * LOG2E, -(-rows // group))[:, :rows]
 
 
 def ragged_paged_attention(

@@ -1,6 +1,8 @@
 """Online softmax of the attention kernels, in base 2, and their tensor core products (Mosaic GPU, Hopper)."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,18 @@ def capped(x: jax.Array, scale: jax.Array, soft_cap: float | None) -> jax.Array:
 def exponent_factor(scale: jax.Array, soft_cap: float | None) -> jax.Array | float:
     """Return the factor, above 0, that makes a score of `capped` the exponent of 2 of a softmax weight."""
     return scale * LOG2E if soft_cap is None else soft_cap * LOG2E
+
+
+def with_sinks(sink_log2: jax.Array, max_log2: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the factor of softmax results after their sinks are added, and the new maxima and sums, all base 2."""
+    new_max = jnp.maximum(max_log2, sink_log2)
+    shrink = jnp.exp2(max_log2 - new_max)
+    return shrink, new_max, total * shrink + jnp.exp2(sink_log2 - new_max)
+
+
+def sinks_first(kernel: Callable[..., None], sinks_ref: Ref, *refs: Ref, **scratch: Any) -> None:
+    """Run a kernel whose launch has the sinks before its other arguments."""
+    kernel(*refs, sinks_ref=sinks_ref, **scratch)
 
 
 def natural_lse(max_log2: jax.Array, total: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ Axis letters besides the package's: I query tiles, R rows (tokens x query heads 
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ def _attention_kernel(
     tile: int,
     soft_cap: float | None,
     window: int | None,
+    sinks_n_ref: Ref | None = None,  # [N] float32; not where splits are combined
 ) -> None:
     i, head, u = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group = q_tnh_ref.shape[1] // k_pool_ref.shape[1]
@@ -106,6 +108,10 @@ def _attention_kernel(
             zero_r = jnp.zeros((rows,), jnp.float32)
             carry = jnp.zeros((rows, h), jnp.float32), zero_r + NEG, zero_r
             o_rh, max_r, sum_r = lax.fori_loop(lax.div(first, tile), pl.cdiv(last, tile), step, carry)
+            if sinks_n_ref is not None:
+                sink_r = plt.load(sinks_n_ref.at[n_r], mask=mine_r, other=0) * LOG2E
+                shrink_r, max_r, sum_r = _with_sinks(sink_r, max_r, sum_r)
+                o_rh = o_rh * shrink_r[:, None]
             o_rh = o_rh * (value_scale_k_ref[head] / jnp.where(sum_r == 0, 1, sum_r))[:, None]
             out_at_rh = (row + token_r)[:, None], u, n_r[:, None], column_h[None, :]
             plt.store(o_tunh_ref.at[out_at_rh], o_rh.astype(o_tunh_ref.dtype), mask=mine_rh)
@@ -122,6 +128,7 @@ def _combine_kernel(
     *,
     columns: int,
     window: int | None,
+    sinks_n_ref: Ref | None = None,  # [N] float32
 ) -> None:
     seq, n = pl.program_id(0), pl.program_id(1)
     column_h = iota(columns)
@@ -142,9 +149,32 @@ def _combine_kernel(
 
     carry = jnp.zeros((columns,), jnp.float32), jnp.float32(NEG), jnp.float32(0)
     o_h, top, total = lax.fori_loop(0, pl.cdiv(splits, COMBINED), step, carry)
+    if sinks_n_ref is not None:
+        shrink, top, total = _with_sinks(sinks_n_ref[n], top, total, LOG2E)
+        o_h = o_h * shrink
     o_h = o_h / jnp.where(total == 0, 1, total)  # no context: exactly 0
     plt.store(o_snh_ref.at[seq, n, column_h], o_h.astype(o_snh_ref.dtype), mask=real_h)
     plt.store(lse_sn_ref.at[seq, n], top + jnp.log2(total) / LOG2E)
+
+
+def _with_sinks(
+    sink: jax.Array, top: jax.Array, total: jax.Array, log2_of_unit: float = 1.0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the factor of a softmax's result after its sink is added, and the new maximum and sum.
+
+    A softmax without a key keeps its sum of 0.
+    """
+    new_top = jnp.maximum(top, sink)
+    shrink = jnp.exp2((top - new_top) * log2_of_unit)
+    added = jnp.exp2((sink - new_top) * log2_of_unit)
+    return shrink, new_top, jnp.where(total == 0, 0, total * shrink + added)
+
+
+def _given_sinks(kernel: Callable[..., None], sinks_n: jax.Array | None) -> tuple[Callable[..., None], list[jax.Array]]:
+    """Return a kernel that takes the sinks first, and its first arguments: none without sinks."""
+    if sinks_n is None:
+        return kernel, []
+    return lambda sinks_n_ref, *refs: kernel(*refs, sinks_n_ref=sinks_n_ref), [sinks_n]
 
 
 def _oldest_key(position: jax.Array, window: int | None) -> jax.Array:
@@ -182,9 +212,10 @@ def _launch(
     if options.k_scale_k is not None and options.v_scale_k is not None:
         score_scale_k *= options.k_scale_k * FP8_UNIT
         value_scale_k = options.v_scale_k * FP8_UNIT
+    attend = partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=options.window)
+    kernel, sinks = _given_sinks(attend, options.sinks_n)
     return launch(
-        name,
-        partial(_attention_kernel, rows=rows, tile=tiles.tile, soft_cap=soft_cap, window=options.window),
+        name, kernel, *sinks,
         q_tnh, as_stored(k_pool), as_stored(v_pool), block_tables_sw, context_lens_s, *batch, score_scale_k,
         value_scale_k,
         grid=(batch[-1].shape[0], k, splits),
@@ -220,11 +251,11 @@ def paged_decode_attention(
     split_s = split_size(contexts.context_lens_s, cut.split, most)
     o_sunh, lse_sun = _launch(
         "paged_decode", q_snh, contexts, split_s, iota(s) + 1, iota(s), iota(s),
-        dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, options=options,
+        dtype=jnp.float32, rows=ROWS, splits=most, tiles=cut, options=dataclasses.replace(options, sinks_n=None),
     )  # fmt: skip
+    combine, sinks = _given_sinks(partial(_combine_kernel, columns=h, window=options.window), options.sinks_n)
     o_snh, lse_sn = launch(
-        "paged_decode_combine",
-        partial(_combine_kernel, columns=h, window=options.window),
+        "paged_decode_combine", combine, *sinks,
         o_sunh, lse_sun, contexts.context_lens_s, split_s,
         grid=(s, n),
         out_types=[jax.ShapeDtypeStruct(q_snh.shape, q_snh.dtype), jax.ShapeDtypeStruct((s, n), jnp.float32)],

@@ -24,6 +24,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
 from jpaged.models.checkpoint import abstract_model, dummy_model
+from jpaged.models.variation import Variation
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.kv_cache import KVCache
@@ -153,11 +154,15 @@ def model_config(**changes) -> ModelConfig:
     return ModelConfig(**SHAPES | dict(num_key_value_heads=4) | changes)
 
 
-# KV heads as many as devices, or fewer; a vocabulary that four devices can't divide; biases and tied embeddings.
+# KV heads as many as devices, or fewer; a vocabulary that four devices can't divide; biases, sinks and tied embeddings.
 MODELS = {
     "4 KV heads": model_config(),
-    "2 KV heads, tied, biases": model_config(
-        num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    "2 KV heads, tied, biases, sinks": model_config(
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        variation=Variation(sinks=True),
     ),
     "1 KV head, 257 tokens": model_config(num_key_value_heads=1, vocab_size=257, num_hidden_layers=1),
 }

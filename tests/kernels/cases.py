@@ -46,7 +46,12 @@ class Batch:
                 oldest = max(0, seen - (self.options.get("window") or seen))
                 keys = slice(oldest, seen)
                 out[row], lse[row] = attend(
-                    q[row], k[keys], v[keys], self.options["scale"], self.options.get("soft_cap")
+                    q[row],
+                    k[keys],
+                    v[keys],
+                    self.options["scale"],
+                    self.options.get("soft_cap"),
+                    self.options.get("sinks_n"),
                 )
         return out, lse
 
@@ -78,7 +83,12 @@ replace = dataclasses.replace
 
 
 def attend(
-    q_nh: np.ndarray, k_tkh: np.ndarray, v_tkh: np.ndarray, scale: float, soft_cap: float | None
+    q_nh: np.ndarray,
+    k_tkh: np.ndarray,
+    v_tkh: np.ndarray,
+    scale: float,
+    soft_cap: float | None,
+    sinks_n: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one query token over t keys, in the arrays' own precision; 0 and -inf where there are none."""
     out, lse = np.zeros_like(q_nh), np.full(len(q_nh), -np.inf)
@@ -89,9 +99,11 @@ def attend(
         score = k_tkh[:, n // group] @ q * scale
         if soft_cap is not None:
             score = soft_cap * np.tanh(score / soft_cap)
-        weight = np.exp(score - score.max())
-        out[n] = weight @ v_tkh[:, n // group] / weight.sum()
-        lse[n] = score.max() + math.log(weight.sum())
+        all_scores = score if sinks_n is None else np.append(score, sinks_n[n])
+        top = all_scores.max()
+        total = np.exp(all_scores - top).sum()
+        out[n] = np.exp(score - top) @ v_tkh[:, n // group] / total
+        lse[n] = top + math.log(total)
     return out, lse
 
 
@@ -167,6 +179,10 @@ DECODE = {
         contexts=[0, 4, 530, 600], num_kv_heads=1, group=4, window=70, soft_cap=2.0, return_lse=True
     ),
     "head dim 80": dict(contexts=[3, 70], head_dim=80, pool_head_dim=128),
+    "sinks": dict(contexts=[0, 1, 514, 70], group=8, sinks=True, return_lse=True),
+    "sinks, window over a split's edge, capped, fp8": dict(
+        contexts=[0, 4, 530], num_kv_heads=3, group=5, sinks=True, window=70, soft_cap=2.0, fp8=True, return_lse=True
+    ),
     "head dim 256, window, capped": dict(contexts=[0, 3, 90], group=2, head_dim=256, window=40, soft_cap=2.0),
 }
 RAGGED = {
@@ -188,6 +204,13 @@ RAGGED = {
         return_lse=True,
     ),
     "head dim 80": dict(contexts=[70, 5], q_lens=[3, 5], head_dim=80, pool_head_dim=128),
+    "sinks": dict(
+        contexts=[70, 0, 1, 20], q_lens=[33, 0, 1, 1], padding_rows=2, group=8, sinks=True, return_lse=True
+    ),
+    "sinks, window, capped, fp8": dict(
+        contexts=[200, 9, 30], q_lens=[70, 9, 1], padding_rows=1, num_kv_heads=3, group=5, sinks=True, window=65,
+        soft_cap=2.0, fp8=True, return_lse=True,
+    ),
     "head dim 256, window, capped": dict(
         contexts=[90, 5], q_lens=[30, 1], group=2, head_dim=256, window=40, soft_cap=2.0
     ),
@@ -224,6 +247,7 @@ def batches(draw, *, ragged: bool, long: bool, dtypes: Sequence[Any]) -> Batch:
         num_kv_heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 16)), head_dim=head_dim,
         pool_head_dim=pool_head_dim, block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         dtype=draw(st.sampled_from(list(dtypes))), fp8=draw(st.booleans()), return_lse=draw(st.booleans()),
+        sinks=draw(st.booleans()),
         soft_cap=draw(st.sampled_from([None, None, 3.0])), window=draw(st.sampled_from([None, None, 1, 16, 65])),
         width=max(1, -(-max(contexts) // 8)) + draw(st.integers(0, 3)), seed=draw(st.integers(0, 2**16)),
     )  # fmt: skip
@@ -285,6 +309,7 @@ def make_batch(
     scale: float | None = None,
     dtype=jnp.bfloat16,
     fp8: bool = False,
+    sinks: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> Batch:
@@ -314,6 +339,8 @@ def make_batch(
     q = rng.standard_normal((rows, num_kv_heads * group, head_dim))
     if padding_rows:
         q[-padding_rows:] = np.nan
+    if sinks:  # from those without effect to those that outweigh all keys
+        options |= dict(sinks_n=jnp.asarray(rng.uniform(-4, 8, num_kv_heads * group), jnp.float32))
     if fp8:
         options |= dict(k_scale_k=jnp.asarray(scales[0]), v_scale_k=jnp.asarray(scales[1]))
     return Batch(

@@ -48,9 +48,11 @@ CASES = [
 
 
 @functools.cache
-def compiled(case: Case, **options: object) -> dict[str, gpu_compiler.KernelFigures]:
+def compiled(case: Case, *, sinks: bool = False, **options: object) -> dict[str, gpu_compiler.KernelFigures]:
     """All ops in one function, their kernels by name; `options` are those of the attention ops."""
     module, device = PROGRAMS[case.program]
+    if sinks:
+        options |= dict(sinks_n=jnp.ones(_avals(case)[0].shape[1], jnp.float32))
     return gpu_compiler.compile_for(device, _ops(module, case, options), *_avals(case), donate_argnums=(3, 4)).kernels
 
 

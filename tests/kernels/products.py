@@ -1,11 +1,13 @@
 """Weights in every form, with their exact numbers."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Weight
-from pallas_kernels.weights import Format, quantize
+from pallas_kernels.weights import E2M1, Format, quantize
 
 FORMS = {
     "float32": Format("float32"),
@@ -19,6 +21,7 @@ FORMS = {
     "fp8 in groups of 128": Format("float8_e4m3fn", "float32", None, 128),
     "int4 in groups of 32": Format("uint8", "float16", "float16", 32),
     "int4 without minima": Format("uint8", "float16", None, 32),
+    "mxfp4": Format("uint8", "uint8", None, 32),
     "int4 in groups of 128": Format("uint8", "float16", "float32", 128),
 }
 
@@ -33,7 +36,8 @@ def weight_in(form: Format, *shape: int, bias: str | None = None) -> Weight:
     exact = jax.random.normal(jax.random.key(sum(shape)), shape)
     weight = Weight(exact.astype(form.dtype)) if form.scales is None else quantize(exact, form)
     assert weight.format == form
-    return weight._replace(bias=None if bias is None else jnp.linspace(-1, 1, shape[-2], dtype=bias))
+    outputs = shape[:-1]
+    return weight._replace(bias=bias and jnp.linspace(-1, 1, math.prod(outputs), dtype=bias).reshape(outputs))
 
 
 def described_weight(form: Format, *shape: int) -> Weight:
@@ -45,6 +49,11 @@ def described_weight(form: Format, *shape: int) -> Weight:
     return Weight(values, *factors)
 
 
+def exact_up(activation: str | None, up: np.ndarray) -> np.ndarray:
+    """Return the second factor of a gated product from its sums."""
+    return np.clip(up, -7, 7) + 1 if activation == "swiglu_oai" else up
+
+
 def exact_matrix(weight: Weight) -> np.ndarray:
     """Return the matrix [..., O, I] in float64, computed with NumPy from the definition of a weight."""
     values, scales, minima, _ = (None if array is None else np.asarray(array) for array in weight)
@@ -52,7 +61,10 @@ def exact_matrix(weight: Weight) -> np.ndarray:
     if weight.is_packed:
         halves = values.reshape(*values.shape[:-1], -1, 16)
         numbers = np.stack([halves % 16, halves // 16], axis=-2).reshape(*values.shape[:-1], -1).astype(np.float64)
-        numbers = numbers - 8 if minima is None else numbers
+        if scales.dtype == np.uint8:
+            numbers, scales = np.array(E2M1)[numbers.astype(int)], np.ldexp(1.0, scales.astype(int) - 127)
+        elif minima is None:
+            numbers = numbers - 8
     if scales is None:
         return numbers
     scales = scales if scales.ndim == values.ndim else scales[..., None]

@@ -68,6 +68,7 @@ MODELS = {
     "qwen3-30b-a3b": (128, 8, {}),
     "gemma-2-9b": (256, 2, dict(soft_cap=50.0, window=4096)),
     "gemma-3-1b": (256, 4, dict(window=512)),
+    "gpt-oss": (64, 8, dict(window=128, sinks=True)),
 }
 
 

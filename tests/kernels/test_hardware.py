@@ -142,6 +142,16 @@ def test_attention_keeps_the_rules_at_any_block_size(head_dim, pool_dtype, num_k
     assert_none(found, "ragged_paged", "paged_decode", "paged_decode_combine")
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "pool_dtype", "group"),
+    usual([(*each, g) for each in CLASSES for g in range(1, 17)], [(64, "bfloat16", 8)]),
+)
+def test_attention_with_sinks_keeps_the_rules(head_dim, pool_dtype, group):
+    options = dict(sinks_n=jnp.ones(2 * group, jnp.float32), window=128, return_lse=True)
+    found = attention_faults(head_dim, pool_dtype, group, **options)
+    assert_none(found, "ragged_paged", "paged_decode", "paged_decode_combine")
+
+
 class TestLaunches:
     def test_large_axes_are_on_x(self):
         """70,000 tokens, sequences and copies: more than CUDA's y and z have."""

@@ -22,7 +22,7 @@ from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import Format, unpack
 from tests.kernels.implementations import ops_of
 from tests.kernels.mosaic_interpreter import interpreting
-from tests.kernels.products import FORMS, described_weight, exact_matrix, weight_in, x_of
+from tests.kernels.products import FORMS, described_weight, exact_matrix, exact_up, weight_in, x_of
 
 product_module = importlib.import_module("pallas_kernels.mosaic.product")  # the package has a function of this name
 product = ops_of(mosaic).product
@@ -227,7 +227,8 @@ def test_bias_activation_and_gate(form, activation, gated):
     gate = (grouped_weight if form in GROUPED else weight_of)(form, 64, inputs)
     gate = gate._replace(bias=jnp.linspace(-1, 1, 64, dtype="bfloat16"))
     up = jax.tree.map(lambda array: array[::-1], gate)
-    exact = activated(exact_sums(x_ti, gate), activation) * (exact_sums(x_ti, up) if gated else 1)
+    exact = activated(exact_sums(x_ti, gate), activation)
+    exact = exact * (exact_up(activation, exact_sums(x_ti, up)) if gated else 1)
 
     def op(x_ti, gate, up):
         return product(x_ti, gate, activation=activation, dtype="float32", **dict(up=up) if gated else {})
@@ -245,10 +246,11 @@ def test_experts(form):
     inputs = 128 if form in GROUPED else 64
     x_ti = x_of(20, inputs, "bfloat16")
     gate = (grouped_weight if form in GROUPED else weight_of)(form, 5, 64, inputs)
+    gate = gate._replace(bias=jnp.linspace(-9, 9, 5 * 64, dtype="bfloat16").reshape(5, 64))
     up = jax.tree.map(lambda array: array[::-1], gate)
 
     def op(x_ti, gate, up, sizes_e):
-        return product(x_ti, gate, up=up, activation="silu", sizes_e=sizes_e, dtype="float32")
+        return product(x_ti, gate, up=up, activation="swiglu_oai", sizes_e=sizes_e, dtype="float32")
 
     found = run(op, *((x_ti, gate, up, jnp.array(sizes)) for sizes in SIZES))
     for sizes, y_to in zip(SIZES, found, strict=True):
@@ -257,8 +259,11 @@ def test_experts(form):
 
 def exact_experts(x_ti: jax.Array, gate: Weight, up: Weight, sizes: tuple[int, ...]) -> np.ndarray:
     exact_x, of_rows = np.asarray(x_ti, np.float64), np.repeat(np.arange(len(sizes)), sizes)
-    gates, ups = (np.einsum("ti,toi->to", exact_x, exact_matrix(each)[of_rows]) for each in (gate, up))
-    return activated(gates, "silu") * ups
+    gates, ups = (
+        np.einsum("ti,toi->to", exact_x, exact_matrix(each)[of_rows]) + np.asarray(each.bias, np.float64)[of_rows]
+        for each in (gate, up)
+    )
+    return activated(gates, "swiglu_oai") * exact_up("swiglu_oai", ups)
 
 
 class TestBits:
@@ -405,13 +410,14 @@ class TestPlantedFaults:
         [
             lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(scales=i.scales[::-1])),
             lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(values=i.values[::-1])),
+            lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(biases=(i.biases[0],) * 2)),
             lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(expert_r=jnp.roll(i.expert_r, 1))),
             lambda patch: TestPlantedFaults.launched(patch, lambda i: i._replace(num_tiles=i.num_tiles - 1)),
             lambda patch: TestPlantedFaults.filled(patch, row=lambda row: 0 * row),
             lambda patch: TestPlantedFaults.filled(patch, expert=lambda expert: 0 * expert),
         ],
-        ids=["scales exchanged", "weights exchanged", "another expert", "last tile left out", "another tile's rows",
-             "first expert"],
+        ids=["scales exchanged", "weights exchanged", "another weight's biases", "another expert", "last tile left out",
+             "another tile's rows", "first expert"],
     )  # fmt: skip
     def test_of_experts(self, fault, monkeypatch):
         fault(monkeypatch)

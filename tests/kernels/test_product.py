@@ -11,7 +11,7 @@ from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import pack, quantize, unpack
 from tests.kernels.implementations import ops_of
-from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
+from tests.kernels.products import FORMS, exact_matrix, exact_up, weight_in, x_of
 
 OPS = {"reference": ops_of(reference), "cpu": ops_of(cpu)}
 DEPTHS = (128, WHOLE + 128, 3 * SEGMENT)
@@ -92,16 +92,18 @@ def test_few_rows_of_more_outputs_than_are_finished_at_once(name):
 def test_bias_activation_and_gate(implementation, activation, dtype):
     x_ti = x_of(9, 64, dtype)
     gate, up = (weight_in(FORMS[name], 50, 64, bias=dtype) for name in ("int8", "int8"))
-    exact_gate, exact_up = (
+    gates, ups = (
         np.asarray(x_ti, np.float64) @ exact_matrix(each).T + np.asarray(each.bias, np.float64) for each in (gate, up)
     )
     with jax.enable_x64():
-        exact_gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(exact_gate))) if activation else exact_gate
+        exact_gate = np.asarray(ACTIVATIONS[activation](jnp.asarray(gates))) if activation else gates
     multiply = jax.jit(OPS[implementation].product, static_argnames="activation")
     found = multiply(x_ti, gate, activation=activation)
     assert found.dtype == dtype
     assert_product(found, exact_gate, 64, dtype)
-    assert_product(multiply(x_ti, gate, up=up, activation=activation), exact_gate * exact_up, 64 * 100, dtype)
+    assert_product(
+        multiply(x_ti, gate, up=up, activation=activation), exact_gate * exact_up(activation, ups), 64 * 100, dtype
+    )
 
 
 @pytest.mark.parametrize("implementation", OPS)
@@ -145,11 +147,13 @@ SIZES = {"one": [0, 9, 0, 0], "all": [3, 2, 1, 3], "many": [0, 150, 1, 40], "som
 def test_experts(name, implementation, sizes):
     sizes_e = np.array(SIZES[sizes], np.int32)
     rows = max(9, sizes_e.sum())
-    x_ti, weight = x_of(rows, 128), weight_in(FORMS[name], 4, 50, 128)
+    bias = "float32" if sizes in ("all", "some rows of none") else None
+    x_ti, weight = x_of(rows, 128), weight_in(FORMS[name], 4, 50, 128, bias=bias)
     found = jax.jit(OPS[implementation].product)(x_ti, weight, sizes_e=sizes_e)
     for expert, first in enumerate(np.cumsum(sizes_e) - sizes_e):
         of_expert = slice(first, first + sizes_e[expert])
         exact = np.asarray(x_ti[of_expert], np.float64) @ exact_matrix(weight)[expert].T
+        exact += np.asarray(weight.bias[expert]) if bias else 0
         assert_product(found[of_expert], exact, 128)
     assert np.isfinite(found).all()
 
@@ -211,6 +215,30 @@ def test_derivatives_are_those_of_the_definition(implementation):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("implementation", OPS)
+def test_all_numbers_of_mxfp4(implementation):
+    """Each code with scales of all sizes, as rows of units show them; an exponent of 0 is a scale of 0."""
+    codes, exponents = np.arange(16 * 32) % 16, np.linspace(0, 250, 16).astype(np.uint8)
+    weight = Weight(pack(jnp.asarray(codes.reshape(16, 32), jnp.uint8)), jnp.asarray(exponents[:, None]))
+    weight = Weight(jnp.tile(weight.values, (1, 4)), jnp.tile(weight.scales, (1, 4)))
+    expected = exact_matrix(weight)
+    expected[0] = 0
+    np.testing.assert_array_equal(
+        np.asarray(weight.dense(np if implementation == "cpu" else jnp), np.float64), expected
+    )
+    found = OPS[implementation].product(jnp.eye(128), weight)
+    np.testing.assert_array_equal(np.asarray(found, np.float64).T, expected)
+
+
+@pytest.mark.parametrize("number, rounded", [(0.25, 0), (0.26, 0.5), (0.75, 1), (1.25, 1), (2.5, 2), (3.5, 4), (5, 4),
+                                             (5.1, 6), (7.9, 6)])  # fmt: skip
+def test_numbers_of_mxfp4_are_rounded_to_even_codes(number, rounded):
+    exact = jnp.zeros((1, 32)).at[0, :2].set(jnp.array([number, -4.0]))
+    weight = quantize(exact, FORMS["mxfp4"])
+    assert weight.dense()[0, :2].tolist() == [rounded, -4]
+    assert weight.scales.tolist() == [[127]]
+
+
 def test_packed_numbers():
     numbers = jnp.arange(3 * 64).reshape(3, 64) * 7 % 16
     packed = pack(numbers)
@@ -231,7 +259,7 @@ def test_quantized_numbers_are_the_nearest(name):
     span = np.abs(exact.reshape(grouped)).max(1, keepdims=True) if form.minima is None else np.ptp(
         exact.reshape(grouped), axis=1, keepdims=True)  # fmt: skip
     steps = {"int8": 127 if form.minima is None else 255, "uint8": 7 if form.minima is None else 15}
-    step = 2**-3 if form.dtype == "float8_e4m3fn" else 1 / steps[form.dtype]
+    step = 2**-3 if form.dtype == "float8_e4m3fn" else 1 / 2 if form.is_mxfp4 else 1 / steps[form.dtype]
     error = np.abs(matrix - exact).reshape(grouped)
     assert (error <= 0.5 * step * span * 1.05 + 1e-3 * span + 1e-30).all()
     assert not matrix[3].any()
@@ -245,6 +273,7 @@ def test_quantized_numbers_are_the_nearest(name):
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones(7))), r"its scales are \[7\], which do not fit \[8, 4\]"),
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones((8, 3)))), "its scales"),
         (dict(weight=Weight(jnp.ones((8, 4)), jnp.ones(8, "int8"))), "its scales are int8"),
+        (dict(weight=Weight(jnp.ones((8, 4), "int8"), jnp.ones((8, 1), "uint8"))), "its scales are uint8"),
         (dict(weight=Weight(jnp.ones((8, 4)), minima=jnp.ones((8, 1)))), "minima need scales"),
         (dict(weight=Weight(jnp.ones((8, 4)), bias=jnp.ones(4))), r"its bias is \[4\], expected \[8\]"),
         (dict(weight=Weight(jnp.ones((8, 2), "uint8"), jnp.ones((8, 1)))), "of 4 bits needs scales of groups"),

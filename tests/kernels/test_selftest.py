@@ -468,6 +468,12 @@ class TestTrials:
         case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs
         assert "wrong result" in case.error(types.SimpleNamespace(**{TESTS[test]: wrong}))
 
+    def test_ignored_sinks_are_found(self):
+        case = trial.make_trials(dataclasses.replace(SUBJECT, sinks=True))["paged_decode_attention"]()
+        assert case.error(pallas_kernels) is None
+        wrong = lambda *args, sinks_n, **options: pallas_kernels.paged_decode_attention(*args, **options)
+        assert "wrong result" in case.error(types.SimpleNamespace(paged_decode_attention=wrong))
+
     @pytest.mark.parametrize("test", TESTS)
     def test_triton_passes(self, test):
         self.passes(implementations.TRITON, made(test))

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.config import Limits
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, save_safetensors, tensors_of
+from jpaged.models.interleaved import joined_shapes
 from jpaged.models.orbax_checkpoint import load_orbax, save_orbax
 from jpaged.models.variation import RopeConfig
 from jpaged.rl.sequences import causal_attention
@@ -37,7 +38,7 @@ ONE_SHAPE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
     "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense", "glm",
-    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared",
+    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared", "gpt-oss",
 )  # fmt: skip
 TEXT_PARTS = {  # decoders of other architectures
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
@@ -54,6 +55,7 @@ def write(directory: Path, hf: dict) -> dict[str, np.ndarray]:
     (directory / "config.json").write_text(json.dumps(hf))
     config = registry.read_config(directory)
     _, shapes = tensors_of(config, abstract_model(config, "float32")[1])
+    shapes = joined_shapes(shapes, registry.architecture_of(config).interleaved)
     tensors = {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return tensors
@@ -141,6 +143,8 @@ def planted(config) -> dict[str, dataclasses.dataclass]:
         further = dict(norm_topk_prob=not experts.norm_topk_prob, num_experts_per_tok=1)
         further |= dict(groups_per_tok=experts.groups_per_tok + 1) if experts.groups > 1 else {}
         further |= dict(scale=1.0) if experts.scale != 1 else {}
+        if experts.activation is not None:
+            further["activation"] = None
         for name, value in further.items():
             faults[name] = changed(config, experts=dataclasses.replace(experts, **{name: value}))
     if config.rope.type != "default":
@@ -214,7 +218,7 @@ def test_every_parameter_names_its_axes(case):
         names = leaf.get_metadata()["out_sharding"]
         assert len(names) == leaf.ndim, path
         undivided = {"gate", "shared_expert_gate", "embed_positions", "project_in", "project_out", "linear_attn"}
-        whole = undivided & set(path)
+        whole = (undivided | {"down_proj_bias"}) & set(path)
         assert (any(name in AXES for name in names)) == (leaf.ndim > 1 and not whole) or leaf.ndim == 1, path
 
 

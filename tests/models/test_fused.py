@@ -72,6 +72,19 @@ def test_a_fused_model_computes_the_same_logits(name):
     assert size(fused) == size(model)
 
 
+def test_experts_with_biases_are_fused():
+    model, rng = model_of("gpt-oss", num_hidden_layers=1, layer_types=None), np.random.default_rng(0)
+    leaves = dict(nnx.to_flat_state(nnx.state(model)))
+    biases = {path: rng.standard_normal(leaf.shape) for path, leaf in leaves.items() if "bias" in path[-1]}
+    nnx.update(model, nnx.from_flat_state({path: nnx.Param(jnp.float32(bias)) for path, bias in biases.items()}))
+    fused = fused_copy(model)
+    assert kinds(fused) == ["experts", "qkv_proj"]
+    np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-4)
+    experts = fused.layers[0].mlp.experts
+    experts.gate_up_bias[...] = jnp.roll(experts.gate_up_bias[...], 1, axis=1)
+    assert np.abs(computed(fused) - computed(model)).max() > 1e-2
+
+
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=deep), "int4"])
 def test_quantized_layers_are_fused_with_their_scales(quantization):
     model = quantize(model_of("qwen2", intermediate_size=96), quantization)

@@ -48,9 +48,22 @@ def main() -> None:
         stored = compressor.compress(state, scheme)
         arrays |= {f"{name}/{key}": as_numpy(value) for key, value in stored.items()}
         arrays[f"{name}/expected"] = as_numpy(compressor.decompress(stored, scheme)["weight"].float())
-    arrays |= fp8_block()
+    arrays |= fp8_block() | mxfp4()
     np.savez_compressed(FIXTURE, **arrays)
     print(*arrays, FIXTURE.stat().st_size, "bytes")
+
+
+def mxfp4() -> dict[str, np.ndarray]:
+    """Weights of two experts of gpt-oss, of any codes and of all exponents whose numbers float32 holds exactly."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    shape = (2, OUT, IN // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    scales = torch.randint(1, 252, shape, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    return {
+        "mxfp4/blocks": blocks.numpy(), "mxfp4/scales": scales.numpy(), "mxfp4/expected": expected.float().numpy(),
+    }  # fmt: skip
 
 
 def fp8_block() -> dict[str, np.ndarray]:

@@ -29,6 +29,7 @@ CASES = [
     ("qwen3-moe", "float32", {}, None),
     ("mixtral", "float32", {}, None),
     ("opt", "float32", {}, None),
+    ("gpt-oss", "float32", {}, None),
     ("qwen3-window", "float32", {"block_size": 64}, None),
     ("llama", "bfloat16", {}, None),
     ("gemma3", "bfloat16", {}, None),

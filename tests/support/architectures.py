@@ -64,6 +64,14 @@ def glm4_moe(**fields) -> dict:
     return config("Glm4MoeForCausalLM", "glm4_moe", **mixture | fields)
 
 
+def gpt_oss(**fields) -> dict:
+    rope = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    own = {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 32, "num_hidden_layers": 4}
+    window = {"sliding_window": WINDOW, "attention_bias": True, "rope_theta": 150.0, "rope_scaling": rope}
+    return config("GptOssForCausalLM", "gpt_oss", **own | window | fields)
+
+
 def opt(**fields) -> dict:
     known = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -184,6 +192,11 @@ CASES = {
     "qwen2-moe-dense": experts("qwen2_moe", num_experts=4, moe_intermediate_size=40, num_hidden_layers=4,
                                shared_expert_intermediate_size=24, decoder_sparse_step=2, mlp_only_layers=[3],
                                use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3),
+    "gpt-oss": gpt_oss(),
+    "gpt-oss-plain": gpt_oss(num_hidden_layers=3, layer_types=["full_attention", "sliding_attention", "full_attention"],
+                             num_local_experts=5, num_experts_per_tok=3, num_attention_heads=6, head_dim=24,
+                             attention_bias=False, rope_scaling=None, rope_theta=1e4,
+                             rope_parameters={"rope_type": "default", "rope_theta": 1e4}, tie_word_embeddings=True),
     "opt": opt(),
     "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=40, activation_function="gelu"),
 }  # fmt: skip
@@ -200,6 +213,10 @@ def tensor(name: str, shape: tuple[int, ...], config: dict) -> np.ndarray:
     x = np.random.default_rng(zlib.crc32(f"{name}{list(shape)}".encode())).standard_normal(shape)
     if name.endswith("bias"):
         x = 0.3 * x
+    elif name.endswith("sinks"):  # about as large as the maxima of scores
+        x = 2 * x + 1
+    elif ".mlp.experts." in name and config["model_type"] == "gpt_oss":  # [E, in, out]; some numbers are clipped
+        x = 4 * x / np.sqrt(shape[-2]) if "gate_up" in name else x / np.sqrt(shape[-2])
     elif "norm" in name:
         x = 0.3 * x + 1
         if tied and "layers" not in name:

@@ -279,7 +279,7 @@ def _facts(deployment: Deployment, lengths: Sequence[tuple[int, int]]) -> str:
         f"{shape.name}: {shape.num_params / 1e9:.2f}e9 parameters, {deployment.param_bytes / 2**30:.1f} GiB"
         f"{' in 16 bits' if bits == 16 else f', weights of layers in {bits:g} bits'}\n"
         f"KV pool: {tokens:,} tokens of {kv_bytes / 1024:.0f} KiB, {tokens * kv_bytes / 2**30:.1f} GiB\n"
-        f"{_windows(deployment)}"
+        f"{_windows(deployment)}{_states(deployment)}"
         f"{experts}requests: {inputs:.0f} tokens in, {outputs:.0f} out on average\n"
         f"predicted, not measured; duration of a step: {deployment.cost.source}\n"
     )
@@ -294,6 +294,18 @@ def _windows(deployment: Deployment) -> str:
     return (
         f"groups of {groups.size} layers, by the tokens that they see: {kinds}; a sequence of {length:,} tokens holds "
         f"at most {deployment.kv_bytes(length) / 2**30:.2f} GiB\n"
+    )
+
+
+def _states(deployment: Deployment) -> str:
+    """Return the memory of the states of a model with recurrent layers."""
+    shape = deployment.shape
+    if not shape.state_bytes:
+        return ""
+    return (
+        f"{shape.num_layers - shape.num_attention_layers} recurrent layers: {deployment.num_pages:,} states of "
+        f"{shape.state_bytes / 2**20:.1f} MiB, as much as the KV of "
+        f"{shape.state_bytes / shape.kv_bytes(deployment.kv_dtype_bytes):,.0f} tokens\n"
     )
 
 

@@ -6,13 +6,10 @@ from collections.abc import Iterable
 from jpaged.core.block_pool import BlockPool, common_length
 from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
 from jpaged.core.blocks import Parent
+from jpaged.core.pages import STATE_EVERY
 from jpaged.core.plan import Pairs
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.rows import Rows
-
-# A prompt's state is kept after every so many tokens. A page takes as much memory as the keys and values of hundreds of
-# tokens, and a prompt that has only a beginning in common with others is computed again from the last state in it.
-STATE_EVERY = 1024
 
 
 class Memory:

@@ -101,8 +101,9 @@ class Roofline:
         seen = shape.share_seen(max(1.0, load.context / max(1, load.rows)))
         attention = seen * max(
             shape.kv_bytes(self.kv_dtype_bytes, gpus) * load.context / bandwidth,
-            4 * shape.num_layers * shape.num_heads * shape.head_dim * load.pairs / flops,
+            4 * shape.num_attention_layers * shape.num_heads * shape.head_dim * load.pairs / flops,
         )
+        attention += 2 * shape.state_bytes * load.rows / bandwidth  # states are read and written once in a step
         reduces = 0.0
         if gpus > 1:  # all-reduces of the activations, of which each GPU sends and receives about two copies
             sent = 2 * (gpus - 1) / gpus * load.tokens * shape.hidden_size * 2

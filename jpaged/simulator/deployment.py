@@ -7,6 +7,7 @@ from jpaged.config import BLOCK_SIZE, EngineConfig, Limits
 from jpaged.config import GPU as GPU_DEFAULTS
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.groups import Groups, group_layers, most_held
+from jpaged.core.pages import PAGES_PER_SEQUENCE, divide_memory
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.simulator.cost import CostTable, Roofline, StepCost
 from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
@@ -77,22 +78,34 @@ class Deployment:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV of all layers that fit into the memory beside the parameters."""
-        return max(0, math.floor(self._pool_bytes / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
+        """Tokens of KV of all layers that fit into the memory beside the parameters and the states."""
+        states = self.num_pages * self.shape.state_bytes
+        return max(0, math.floor((self._pool_bytes - states) / self.shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus)))
 
     @property
     def groups(self) -> Groups:
         """Groups of the layers."""
-        return group_layers(self.shape.windows or (None,) * self.shape.num_layers, self.max_model_len)
+        return group_layers(self.shape.windows or (None,) * self.shape.num_attention_layers, self.max_model_len)
 
     @property
     def num_blocks(self) -> int:
         """Number of KV blocks, each of one group of layers."""
-        return max(0, math.floor(self._pool_bytes / self._block_bytes))
+        return self._blocks_and_pages[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages for the states of recurrent layers."""
+        return self._blocks_and_pages[1]
+
+    @property
+    def _blocks_and_pages(self) -> tuple[int, int]:
+        num_blocks = max(0, math.floor(self._pool_bytes / self._block_bytes))
+        wanted = PAGES_PER_SEQUENCE * (self.max_num_seqs or GPU_DEFAULTS.max_num_seqs)
+        return divide_memory(num_blocks, self._block_bytes, self.shape.state_bytes, wanted)
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Return the maximum bytes of the blocks that a sequence of some tokens holds at once, on all GPUs."""
-        return self._most_blocks(num_tokens) * self._block_bytes
+        """Return the maximum bytes that a sequence of some tokens holds at once, on all GPUs, its state included."""
+        return self._most_blocks(num_tokens) * self._block_bytes + self.shape.state_bytes
 
     def tokens_held(self, num_tokens: float) -> float:
         """Return the tokens of all layers that take as much memory as a sequence of some tokens once it is computed."""
@@ -106,7 +119,7 @@ class Deployment:
     @property
     def _block_bytes(self) -> int:
         shape = self.shape
-        layer = shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus) // shape.num_layers
+        layer = shape.kv_bytes(self.kv_dtype_bytes, self.num_gpus) // shape.num_attention_layers
         return layer * self.groups.size * self.block_size
 
     @property
@@ -131,7 +144,7 @@ class Deployment:
         limits = Limits(self.max_model_len, self.max_num_seqs or most, self.max_num_batched_tokens, self.block_size)
         pool = BlockPool(
             self.num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching,
-            windows=self.groups.windows, reach=limits.max_tokens_in_flight,
+            windows=self.groups.windows, reach=limits.max_tokens_in_flight, num_pages=self.num_pages,
         )  # fmt: skip
         scheduler = Scheduler(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute", headroom=HEADROOM)
         return VirtualEngine(scheduler, cost or self.cost)

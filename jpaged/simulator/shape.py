@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.variation import Recurrence
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class ModelShape:
         expert_size: MLP dim of an expert.
         shared_size: MLP dim of the expert of each mixture that computes all tokens; 0: there is none.
         num_dense_layers: layers with an MLP in a decoder with experts.
-        windows: tokens that a query of each layer sees; None: all tokens; (): all in every layer.
+        windows: tokens that a query of each layer with attention sees; None: all tokens; (): all in every layer.
+        recurrence: recurrent layers in the place of attention.
+        gated: whether attention has a gate of the size of queries.
     """
 
     name: str
@@ -38,6 +41,8 @@ class ModelShape:
     shared_size: int = 0
     num_dense_layers: int = 0
     windows: tuple[int | None, ...] = ()
+    recurrence: Recurrence | None = None
+    gated: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, name: str) -> "ModelShape":
@@ -53,21 +58,38 @@ class ModelShape:
             name, config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
             config.num_key_value_heads, config.head_dim, config.vocab_size, config.mlp_matrices,
             tied=config.tie_word_embeddings, context=config.context_length,
-            windows=config.variation.windows if any(config.variation.windows) else (), **mixture,
+            windows=config.variation.windows if any(config.variation.windows) else (),
+            recurrence=config.variation.recurrence, gated=config.variation.gated, **mixture,
         )  # fmt: skip
 
     @property
     def linear_params(self) -> int:
         """Parameters of the linear layers, without experts and the output matrix."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        heads = self.num_heads * (2 + self.gated) + 2 * self.num_kv_heads
+        attention = self.num_attention_layers * self.hidden_size * self.head_dim * heads
+        if (at := self.recurrence) is not None:
+            projected = at.channels + 2 * at.num_value_heads * (at.value_dim + 1)
+            attention += len(at.layers) * self.hidden_size * projected
         dense = self.num_dense_layers if self.num_experts else self.num_layers
         mlps = dense * self.mlp_matrices * self.hidden_size * self.intermediate_size
         shared = self.mlp_matrices * self.shared_size  # rows of a mixture besides those of its router
         return (
-            self.num_layers * attention
+            attention
             + mlps
             + (self.num_layers - dense) * (self.num_experts + shared) * self.hidden_size
         )
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return self.num_layers - (len(self.recurrence.layers) if self.recurrence else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all recurrent layers, float32."""
+        if (at := self.recurrence) is None:
+            return 0
+        return 4 * len(at.layers) * (at.num_value_heads * at.key_dim * at.value_dim + (at.taps - 1) * at.channels)
 
     @property
     def expert_params(self) -> int:
@@ -116,7 +138,7 @@ class ModelShape:
 
     def kv_bytes(self, dtype_bytes: int, num_gpus: int = 1) -> int:
         """Return the bytes of keys and values of one token on all GPUs; each GPU holds at least one KV head."""
-        return 2 * self.num_layers * max(self.num_kv_heads, num_gpus) * self.head_dim * dtype_bytes
+        return 2 * self.num_attention_layers * max(self.num_kv_heads, num_gpus) * self.head_dim * dtype_bytes
 
     def share_seen(self, context: float) -> float:
         """Return the share of the keys of a context that its last token sees, on average over the layers."""
@@ -139,6 +161,10 @@ SHAPES = {
     "gemma-3-27b": ModelShape(
         "Gemma-3-27B", 62, 5376, 21_504, 32, 16, 128, 262_208, tied=True, context=131_072,
         windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(62)),
+    ),
+    "qwen3.5-9b": ModelShape(
+        "Qwen3.5-9B", 32, 4096, 12_288, 16, 4, 256, 248_320, context=262_144, gated=True,
+        recurrence=Recurrence(tuple(layer for layer in range(32) if layer % 4 < 3), 16, 32, 128, 128, 4),
     ),
     "mixtral-8x7b": ModelShape(
         "Mixtral-8x7B", 32, 4096, 14_336, 32, 8, 128, 32_000, context=32_768,

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpaged.config import EngineConfig
+from jpaged.core.pages import PAGES_PER_SEQUENCE, divide_memory
 from jpaged.models.decoder import layer_specs
 from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.placement import Placement
@@ -19,9 +20,6 @@ from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start.resolve import Resolved, check_num_blocks
 from pallas_kernels import Kernels
-
-# Pages of states for each sequence: one that it writes, one that a step in flight reads, and two in the prefix cache.
-PAGES_PER_SEQUENCE = 4
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     pages_wanted = PAGES_PER_SEQUENCE * limits.max_num_seqs if page_bytes else 0
     wanted = limits.max_num_seqs * blocks.cache.most_blocks(limits)
     num_host_blocks = int(config.swap_space * 2**30 // (block_bytes * len(devices)))
-    num_host_blocks, num_host_pages = divide(num_host_blocks, block_bytes, page_bytes, limits.max_num_seqs)
+    num_host_blocks, num_host_pages = divide_memory(num_host_blocks, block_bytes, page_bytes, limits.max_num_seqs)
     num_host_blocks = min(num_host_blocks, wanted)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
@@ -61,7 +59,7 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
             reason = "enough for all sequences" if num_blocks == wanted else "a quarter of the memory, at most 4 GiB"
     num_pages = pages_wanted
     if not config.num_gpu_blocks_override:
-        num_blocks, num_pages = divide(num_blocks, block_bytes, page_bytes, pages_wanted)
+        num_blocks, num_pages = divide_memory(num_blocks, block_bytes, page_bytes, pages_wanted)
     check_num_blocks(limits, num_blocks, len(blocks.cache.groups.windows))
     blocks.allocate(num_blocks, num_host_blocks, sized_by, num_pages, num_host_pages)
     if num_pages:
@@ -75,14 +73,6 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
         "KV pool: %d blocks of %d tokens (%s, %s): %s%s", num_blocks, limits.block_size, blocks.size,
         blocks.cache.dtype, reason, used,
     )  # fmt: skip
-
-
-def divide(num_blocks: int, block_bytes: int, page_bytes: int, pages_wanted: int) -> tuple[int, int]:
-    """Divide the memory of some blocks into blocks and pages of states, which take at most half of it."""
-    if not (num_blocks and page_bytes):
-        return num_blocks, 0
-    num_pages = max(1, min(pages_wanted, num_blocks * block_bytes // 2 // page_bytes))
-    return num_blocks - -(-num_pages * page_bytes // block_bytes), num_pages
 
 
 def check_pool(resolved: Resolved, placement: Placement, kernels: Kernels, dtype: str) -> None:

@@ -58,6 +58,13 @@ class TestDeltaRule:
     def test_shapes_and_dtypes(self, kernels, case):
         delta(LENS, **case).check(kernels.delta_rule, CALLS["chains"])
 
+    def test_no_tokens(self, kernels):
+        problem = delta([0])
+        chains = Chains(jnp.zeros(2, jnp.int32), jnp.array([0]), jnp.array([3]))
+        out, states = kernels.delta_rule(*problem.streams[0], problem.states, chains)
+        assert out.shape == (0, 4, 24)
+        np.testing.assert_array_equal(states, problem.states)
+
     def test_a_long_sequence(self, kernels):
         problem = delta([300], heads=(1, 2), sizes=(128, 32))
         cuts = [1, 63, 64, 65, 107]
@@ -104,6 +111,15 @@ class TestCausalConv:
             )
             monkeypatch.setattr(cases, "convolution", activate)
         conv(LENS, **case).check(kernels.causal_conv, CALLS["chains"])
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=name_of)
+def test_a_convolution_of_no_tokens(kernels):
+    problem = conv([0])
+    chains = Chains(jnp.zeros(2, jnp.int32), jnp.array([0]), jnp.array([3]))
+    out, states = problem.run(kernels.causal_conv, problem.streams[0], problem.states, chains)
+    assert out.shape == (0, 40)
+    np.testing.assert_array_equal(states, problem.states)
 
 
 @pytest.mark.parametrize("module", ["pallas_kernels.reference", "pallas_kernels.cpu"])

@@ -54,8 +54,7 @@ GROUPS = {
     "KV writes": ("write_kv",),
     "block copies": ("copy_blocks",),
     "products": ("product",),
-    "recurrence": ("delta_rule",),
-    "causal convolutions": ("causal_conv",),
+    "recurrent layers": ("delta_rule", "causal_conv"),
 }
 ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
 

@@ -27,6 +27,8 @@ def delta_rule(
     states: jax.Array, chains: Chains,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Define `Ops.delta_rule`."""
+    if len(q_tkd) == 0:
+        return v_thv, states
     cu_q_lens_s1, reads_s, writes_s = chains
     group = v_thv.shape[1] // q_tkd.shape[1]
     seq_t = _sequences(chains, len(q_tkd))

@@ -41,6 +41,7 @@ TESTS = {
     "product": "product",
     "product of experts": "product",
     "product of 4 bits": "product",
+    "delta_rule": "delta_rule",
 }
 PASSED, FAILED, UNTESTED = "passed", "failed", "untested"
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, ops
 from pallas_kernels.checks import FP8
 from pallas_kernels.ops import Ops
+from pallas_kernels.options import Chains
 from pallas_kernels.selftest import MAX_REASON, START_LIMIT_S, Subject
 from pallas_kernels.weights import MIDDLE, PACKED, Weight, pack
 
@@ -37,6 +38,9 @@ PADDING_ROWS = 3
 OUTPUTS, INPUTS = 192, 1024  # of a weight
 EXPERT_ROWS = (20, 0, 17)  # of a product with experts
 COPIES = ((0, 1, 2, 0, 3), (1, 0, 3, 4, -1))  # a swap, a chain, one source of two, and padding
+# Sequences of a recurrent layer: a prompt, decode tokens in a chain, padding, and a chunk that reads the chain's page.
+DELTA_LENS, DELTA_READS, DELTA_WRITES = (17, 1, 1, 1, 0, 12), (-1, 1, -2, -2, 0, 1), (0, 2, -1, 3, 4, 5)
+HEADS, KEY_DIM, VALUE_DIM = (2, 4), 128, 96  # of queries and keys, and of values
 REFERENCE = Ops(ops.load(dispatch.REFERENCE))
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 GRACE_S = 30  # by which the process that waits has ended this one, unless it is gone
@@ -52,7 +56,7 @@ class OpTest:
 
     op: str
     options: dict[str, Any]
-    args: tuple[jax.Array, ...]
+    args: tuple[Any, ...]
     expected: tuple[jax.Array, ...]
     donated: tuple[int, ...] = ()
     rtol: float = 0.0
@@ -99,6 +103,7 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], OpTest]]:
         "product": lambda: _product(subject, None),
         "product of experts": lambda: _product(subject, EXPERT_ROWS),
         "product of 4 bits": lambda: _grouped_product(subject),
+        "delta_rule": lambda: _delta_rule(subject),
     }
 
 
@@ -225,6 +230,27 @@ def _grouped_product(subject: Subject) -> OpTest:
     options, args, expected = make(_key())
     eps = float(jnp.finfo(subject.dtype).eps)
     return OpTest("product", dict(activation="silu", **options), args, (expected,), rtol=2 * eps, atol=1e-6)
+
+
+def _delta_rule(subject: Subject) -> OpTest:
+    """Return a test of the gated delta rule over pages of NaN, of which one that is read holds a state."""
+    num_tokens, (key_heads, heads) = sum(DELTA_LENS) + PADDING_ROWS, HEADS
+    starts = [sum(DELTA_LENS[:s]) for s in range(len(DELTA_LENS) + 1)]
+
+    @jax.jit
+    def make(key: jax.Array) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
+        chains = Chains(*(jnp.asarray(numbers, jnp.int32) for numbers in (starts, DELTA_READS, DELTA_WRITES)))
+        q, k = (2 * _uniform(key, i, (num_tokens, key_heads, KEY_DIM)) / KEY_DIM**0.5 for i in range(2))
+        v = _uniform(key, 2, (num_tokens, heads, VALUE_DIM))
+        log_decay, beta = (0.5 + 0.5 * _uniform(key, 3 + i, (num_tokens, heads)) for i in range(2))
+        states = jnp.full((len(DELTA_WRITES), heads, KEY_DIM, VALUE_DIM), jnp.nan, jnp.float32)
+        states = states.at[1].set(_uniform(key, 5, states.shape[1:]))
+        q, k, v = (x.astype(subject.dtype) for x in (q, k, v))
+        args = q, k, v, -log_decay, beta, states, chains
+        return args, REFERENCE.delta_rule(*args)
+
+    args, expected = make(_key())
+    return OpTest("delta_rule", {}, args, expected, donated=(5,), rtol=float(jnp.finfo(subject.dtype).eps), atol=1e-5)
 
 
 def _tables(block_size: int) -> tuple[list[list[int]], list[int]]:

@@ -127,6 +127,15 @@ def test_the_bytes_of_a_decode_step_follow_from_the_kinds_of_weights(tmp_path):
         assert math.isclose(sizes[kind]["step"], sum(mb for part, mb in sizes[kind].items() if part != "step"))
 
 
+def test_every_implementation_of_recurrent_layers_is_timed(tmp_path):
+    done = run("kernels/recurrence.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == 2 * 2 * 3 and {row["variant"] for row in rows} == {"pages once", "kernel", "reference"}
+    assert all(0 < row["us_low"] <= row["us"] <= row["us_high"] for row in rows)
+    assert "its times mean nothing" in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.deep
 def test_grouped_experts_are_computed_as_routed(tmp_path):
     done = run("engine/experts.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))

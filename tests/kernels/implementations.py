@@ -34,6 +34,7 @@ class Wrapped(NamedTuple):
     paged_decode_attention: Callable
     ragged_paged_attention: Callable
     product: Callable
+    delta_rule: Callable
 
 
 def wrapped(module, run) -> Wrapped:

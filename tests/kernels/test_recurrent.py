@@ -12,24 +12,33 @@ import pallas_kernels
 from pallas_kernels import CONTINUES, NO_STATE, Chains, Ops, load, recurrent, select
 from tests.kernels import chains as cases
 from tests.kernels.chains import CALLS, LENS, Call, Piece, conv, delta
+from tests.kernels.triton_interpreter import interpreting
 
 
 class Compiled:
-    """The ops of a module, compiled once for each shape."""
+    """The ops of a module, compiled once for each shape; those of Triton for Pallas's interpreter."""
 
     def __init__(self, module: str):
-        ops = Ops(load(f"pallas_kernels.{module}"))
-        self.delta_rule = jax.jit(ops.delta_rule)
-        self.causal_conv = jax.jit(ops.causal_conv, static_argnames="activation")
+        self.name, ops = module, Ops(load(f"pallas_kernels.{module}"))
+        self._delta_rule = jax.jit(lambda *args: ops.delta_rule(*args))
+        self.causal_conv = jax.jit(lambda *args, **options: ops.causal_conv(*args, **options),
+                                   static_argnames="activation")  # fmt: skip
+
+    def delta_rule(self, *args):
+        with interpreting():
+            return self._delta_rule(*args)
 
 
-CPU = Compiled("cpu")
-IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [Compiled("reference"), CPU], ids=["reference", "cpu"])
+REFERENCE, CPU, TRITON = map(Compiled, ("reference", "cpu", "triton"))
+name_of = lambda kernels: kernels.name
 SEQUENCES = pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 BFLOAT16 = jnp.bfloat16
 
 
-@IMPLEMENTATIONS
+# The interpreter of Triton's kernel takes seconds for each shape.
+@pytest.mark.parametrize(
+    "kernels", [REFERENCE, CPU, pytest.param(TRITON, marks=pytest.mark.deep)], ids=["reference", "cpu", "triton"]
+)
 class TestDeltaRule:
     @SEQUENCES
     @pytest.mark.parametrize("dtype", [jnp.float32, BFLOAT16], ids=["float32", "bfloat16"])
@@ -49,13 +58,33 @@ class TestDeltaRule:
     def test_shapes_and_dtypes(self, kernels, case):
         delta(LENS, **case).check(kernels.delta_rule, CALLS["chains"])
 
+    def test_no_tokens(self, kernels):
+        problem = delta([0])
+        chains = Chains(jnp.zeros(2, jnp.int32), jnp.array([0]), jnp.array([3]))
+        out, states = kernels.delta_rule(*problem.streams[0], problem.states, chains)
+        assert out.shape == (0, 4, 24)
+        np.testing.assert_array_equal(states, problem.states)
+
     def test_a_long_sequence(self, kernels):
         problem = delta([300], heads=(1, 2), sizes=(128, 32))
         cuts = [1, 63, 64, 65, 107]
         problem.check(kernels.delta_rule, [Call([Piece(0, [n], 2 if i else 1, [2])], 128) for i, n in enumerate(cuts)])
 
 
-@IMPLEMENTATIONS
+class TestTriton:
+    """A part of these in the usual tier."""
+
+    @pytest.mark.parametrize("calls", ["chains", "with empty sequences"])
+    def test_calls(self, calls):
+        delta(LENS, heads=(1, 2), sizes=(12, 20), dtype=BFLOAT16).check(TRITON.delta_rule, CALLS[calls])
+
+    def test_keys_that_no_register_holds_are_refused(self):
+        problem = delta([2], heads=(1, 1), sizes=(257, 4))
+        with pytest.raises(NotImplementedError, match="keys of 257 numbers, supported are up to 256"):
+            problem.compute(TRITON.delta_rule, [Call([Piece(0, [2], NO_STATE, [2])])])
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=name_of)  # GPUs take the reference's
 class TestCausalConv:
     @SEQUENCES
     @pytest.mark.parametrize("dtype", [jnp.float32, BFLOAT16], ids=["float32", "bfloat16"])
@@ -82,6 +111,15 @@ class TestCausalConv:
             )
             monkeypatch.setattr(cases, "convolution", activate)
         conv(LENS, **case).check(kernels.causal_conv, CALLS["chains"])
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=name_of)
+def test_a_convolution_of_no_tokens(kernels):
+    problem = conv([0])
+    chains = Chains(jnp.zeros(2, jnp.int32), jnp.array([0]), jnp.array([3]))
+    out, states = problem.run(kernels.causal_conv, problem.streams[0], problem.states, chains)
+    assert out.shape == (0, 40)
+    np.testing.assert_array_equal(states, problem.states)
 
 
 @pytest.mark.parametrize("module", ["pallas_kernels.reference", "pallas_kernels.cpu"])

@@ -110,7 +110,7 @@ class TestProcesses:
         assert statuses(result for result in first.tests if result.program == "mosaic") == {
             "write_kv": PASSED, "write_kv with rope": FAILED, "copy_blocks": FAILED,
             "paged_decode_attention": FAILED, "ragged_paged_attention": PASSED, "product": PASSED,
-            "product of experts": PASSED, "product of 4 bits": PASSED,
+            "product of experts": PASSED, "product of 4 bits": PASSED, "delta_rule": PASSED,
         }  # fmt: skip
         assert "values are off by up to" in reasons["write_kv with rope"]
         assert reasons["copy_blocks"].startswith(f"no result within {HANG_S:g} seconds")
@@ -120,7 +120,8 @@ class TestProcesses:
     def test_the_fallback_is_tested_too(self, start):
         first, _, _ = start
         assert statuses(result for result in first.tests if result.program == "triton") == dict.fromkeys(TESTS, PASSED)
-        assert first.name == "triton" and first.head_dim == 64 and choices(first) == BY_TRITON
+        assert first.name == "triton" and first.head_dim == 64
+        assert choices(first) == BY_TRITON | {"delta_rule": "mosaic"}  # which passed
 
     def test_what_a_hanging_op_started_ends_with_it(self, start):
         _, _, process = start
@@ -167,7 +168,7 @@ class TestProcesses:
         process.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(process))
         results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
-        assert [result.reason for result in results] == ["", "off"] * 4
+        assert [result.reason for result in results] == [["", "off"][i % 2] for i in range(len(TESTS))]
 
     def test_it_ends_by_itself_when_nobody_waits(self, compilations, tmp_path):
         """A program that is killed leaves no process behind that holds the device for ever."""
@@ -227,7 +228,7 @@ class TestFallback:
         kernels = select(**H200, **MODEL, self_test=Planned(mosaic=(wrong,)))
         assert choices(kernels) == {
             "paged_decode_attention": "triton", "ragged_paged_attention": "triton", "write_kv": "mosaic",
-            "copy_blocks": "mosaic", "product": "mosaic",
+            "copy_blocks": "mosaic", "product": "mosaic", "delta_rule": "mosaic",
         }  # fmt: skip
         assert kernels.name == "triton" and f"not mosaic: {wrong} failed its self-test: wrong" in kernels.reason
         assert kernels.implementation.paged_decode_attention.func.__module__ == "pallas_kernels.triton.attention"
@@ -420,6 +421,27 @@ class TestTrials:
             lambda q, k, v, tables, lens, *rest, **o: pallas_kernels.ragged_paged_attention(
                 q, k, v, tables, lens.at[2].add(-1), *rest, **o
             ),
+        ),
+        "a chain that starts again": (
+            "delta_rule",
+            lambda *args: pallas_kernels.delta_rule(
+                *args[:-1], args[-1]._replace(reads_s=jnp.maximum(args[-1].reads_s, -1))
+            ),
+        ),
+        "an old state": (
+            "delta_rule",
+            lambda *args: pallas_kernels.delta_rule(
+                *args[:-1], args[-1]._replace(reads_s=args[-1].reads_s.at[0].set(1))
+            ),
+        ),
+        "a page that is not written": (
+            "delta_rule",
+            lambda *args: pallas_kernels.delta_rule(
+                *args[:-1], args[-1]._replace(writes_s=args[-1].writes_s.at[1].set(-1))
+            ),
+        ),
+        "no decay": (
+            "delta_rule", lambda q, k, v, g, *args: pallas_kernels.delta_rule(q, k, v, 0 * g, *args)
         ),
         "no bias": (
             "product", lambda x, weight, **o: PRODUCT(x, weight._replace(bias=None), **o)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.shared import deviceless
 from benchmarks.shared.gpus import A100, H200, Gpu
-from pallas_kernels import checks, triton
+from pallas_kernels import Chains, checks, triton
 from pallas_kernels.triton import attention
 from pallas_kernels.tuning import TritonDecode, TritonRagged
 from tests.kernels import cases, gpu_compiler
@@ -145,3 +145,35 @@ def test_donated_pools_are_changed_in_place(head_dim, name):
     assert result.aliased_bytes == 2 * pool_bytes
     assert result.copies_of(pool, dtypes[1]) == result.copies_of(pool, jnp.uint8) == 0
     assert result.temp_bytes < pool_bytes / 10
+
+
+def delta_rule_args(num_sequences: int, head_dim: int, dtype) -> tuple:
+    """512 tokens of a layer with 16 heads of keys and 32 of values."""
+    qk, v, numbers = S((512, 16, head_dim), dtype), S((512, 32, head_dim), dtype), S((512, 32), jnp.float32)
+    ints = {n: S((n,), jnp.int32) for n in (num_sequences, num_sequences + 1)}
+    chains = Chains(ints[num_sequences + 1], ints[num_sequences], ints[num_sequences])
+    return qk, qk, v, numbers, numbers, S((300, 32, head_dim, head_dim), jnp.float32), chains
+
+
+# The usual tier has the size of Qwen3-Next and Qwen 3.5.
+@needs_compilers
+@pytest.mark.parametrize(
+    ("device", "head_dim", "dtype"),
+    [
+        pytest.param(
+            device, head_dim, dtype, marks=[] if head_dim == 128 and dtype == jnp.bfloat16 else pytest.mark.deep
+        )
+        for device in (A100, H200)
+        for head_dim in (64, 128, 256)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    ],
+)
+def test_the_delta_rule_keeps_its_states_in_registers_and_pages_in_place(device, head_dim, dtype):
+    args = delta_rule_args(16, head_dim, dtype)
+    result = gpu_compiler.compile_for(device, ops_of(triton).delta_rule, *args, donate_argnums=5)
+    [(name, figures)] = result.kernels.items()
+    assert (name, figures.threads, figures.spill_bytes) == ("delta_rule", 32, 0), figures
+    assert figures.shared_memory <= 1024, figures  # of sums, not of states
+    pages = args[5]
+    assert result.aliased_bytes == 4 * pages.size and result.copies_of(pages.shape, pages.dtype) == 0
+    assert result.temp_bytes == 0

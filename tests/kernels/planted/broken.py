@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from pallas_kernels import reference
-from tests.kernels.planted.good import ragged_paged_attention, unsupported
+from tests.kernels.planted.good import delta_rule, ragged_paged_attention, unsupported
 
-__all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
+__all__ = ["copy_blocks", "delta_rule", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
 
 
 def write_kv(*args):

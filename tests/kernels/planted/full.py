@@ -1,9 +1,9 @@
 """Ops of a device whose memory is taken, and one that fails for another reason."""
 
 from pallas_kernels import reference
-from tests.kernels.planted.good import paged_decode_attention, ragged_paged_attention, unsupported
+from tests.kernels.planted.good import delta_rule, paged_decode_attention, ragged_paged_attention, unsupported
 
-__all__ = ["copy_blocks", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
+__all__ = ["copy_blocks", "delta_rule", "paged_decode_attention", "ragged_paged_attention", "unsupported", "write_kv"]
 
 
 def write_kv(*args):

@@ -38,6 +38,7 @@ NUMBERS = {  # types of the numbers of a field, as numpy names them
 FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 QUANTIZED = (
     Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    Kind.MXFP4,
 )  # fmt: skip
 
 

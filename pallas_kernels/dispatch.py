@@ -125,6 +125,7 @@ def select(
     block_size: int,
     pool_dtype: str | None = None,
     sinks: bool = False,
+    mxfp4: bool = False,
     debug: bool = False,
     self_test: SelfTest | None = None,
 ) -> Kernels:
@@ -136,7 +137,8 @@ def select(
     Args:
         platform, device_kind, compute_capability: as a jax device gives them; capability None if unknown.
         dtype, pool_dtype: of q, k and v, and of the pools (None: `dtype`; "float8_e4m3fn" for fp8 pools).
-        sinks: whether the model's attention has sinks, which the self-test then has, too.
+        sinks, mxfp4: whether the model has attention sinks, and experts like gpt-oss's, with biases, the activation
+            swiglu_oai and maybe weights in MXFP4. The self-test then has them, too.
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
         self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
@@ -152,7 +154,7 @@ def select(
     if programs:
         model = dict(zip(MODEL, (dtype, pool_dtype or dtype, head_dim, num_heads, num_kv_heads, block_size)))
         device = DeviceFacts(platform, device_kind, compute_capability)
-        kernels = _choose(programs, name == "auto", device, model, self_test, sinks)
+        kernels = _choose(programs, name == "auto", device, model, self_test, dict(sinks=sinks, mxfp4=mxfp4))
     if platform == "cpu" and not kernels.skips_rows:
         by_rows = kernels.implementation._replace(product=rows.product, skips_rows=True)
         kernels = replace(kernels, implementation=by_rows)
@@ -226,8 +228,9 @@ def compute_capability(device: jax.Device) -> float | None:
 
 
 def _choose(
-    programs: Sequence[str], auto: bool, device: DeviceFacts, model: Model, self_test: SelfTest | None, sinks: bool
-) -> Kernels:
+    programs: Sequence[str], auto: bool, device: DeviceFacts, model: Model, self_test: SelfTest | None,
+    features: Mapping[str, Any],
+) -> Kernels:  # fmt: skip
     """Choose for each group of ops the first program that can serve the model and that passes its self-test."""
     subjects: dict[str, Subject] = {}
     chosen: dict[str, str] = {}  # group -> program
@@ -237,7 +240,7 @@ def _choose(
         if unsupported := _unsupported(program, device, model):
             failures = dict.fromkeys(GROUPS, unsupported)
         else:
-            subjects[program] = replace(_subject(program, device.kind, model), sinks=sinks)
+            subjects[program] = replace(_subject(program, device.kind, model), **features)
             results = self_test.run(subjects[program]) if self_test else ()
             tests += results
             failures = _failures(program, results)

@@ -61,6 +61,7 @@ class Subject:
         module: the name that imports it.
         pool_head_dim: head dim of the pools, `head_dim` or more.
         sinks: whether attention has sinks.
+        mxfp4: whether experts have weights in MXFP4, with biases and the activation swiglu_oai.
         tiles: how the kernels cut their work, by "decode" and "ragged".
     """
 
@@ -75,6 +76,7 @@ class Subject:
     num_kv_heads: int
     block_size: int
     sinks: bool = False
+    mxfp4: bool = False
     tiles: Mapping[str, Tiles] = dataclasses.field(default_factory=dict)
 
 

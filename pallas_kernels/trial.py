@@ -101,7 +101,7 @@ def make_trials(subject: Subject) -> dict[str, Callable[[], OpTest]]:
         "paged_decode_attention": lambda: _attention(subject, None),
         "ragged_paged_attention": lambda: _attention(subject, Q_LENS),
         "product": lambda: _product(subject, None),
-        "product of experts": lambda: _product(subject, EXPERT_ROWS),
+        "product of experts": lambda: _mxfp4_product(subject) if subject.mxfp4 else _product(subject, EXPERT_ROWS),
         "product of 4 bits": lambda: _grouped_product(subject),
         "delta_rule": lambda: _delta_rule(subject),
     }
@@ -206,6 +206,32 @@ def _product(subject: Subject, sizes: Sequence[int] | None) -> OpTest:
     options, args, expected = make(_key())
     eps = float(jnp.finfo(subject.dtype).eps)
     return OpTest("product", options | static, args, (expected,), rtol=2 * eps, atol=1e-6)
+
+
+def _mxfp4_product(subject: Subject) -> OpTest:
+    """Return a test of the gated product of 37 rows with experts in MXFP4, with biases. Sums without them are exact."""
+    shape = len(EXPERT_ROWS), OUTPUTS, INPUTS
+
+    @jax.jit
+    def make(key: jax.Array) -> tuple[dict[str, Any], tuple[Any, ...], jax.Array]:
+        x = jnp.round(3 * _uniform(key, 0, (NUM_TOKENS, INPUTS))).astype(subject.dtype)
+
+        def weight(i: int) -> Weight:
+            codes = jnp.floor(8 + 8 * _uniform(key, i, shape)).clip(0, 15)
+            exponents = jnp.floor(118 + 2 * _uniform(key, i + 1, (*shape[:2], INPUTS // PACKED)))
+            bias = 4 * _uniform(key, i + 2, shape[:2])
+            return Weight(pack(codes), exponents.astype(jnp.uint8), bias=bias)
+
+        gate, up = weight(1), weight(4)
+        options: dict[str, Any] = dict(up=up, sizes_e=jnp.asarray(EXPERT_ROWS, jnp.int32))
+        with jax.default_matmul_precision("highest"):
+            exact = x.astype(jnp.float32)
+            expected = REFERENCE.product(exact, gate, activation="swiglu_oai", dtype=subject.dtype, **options)
+        return options, (x, gate), expected
+
+    options, args, expected = make(_key())
+    eps = float(jnp.finfo(subject.dtype).eps)
+    return OpTest("product", dict(activation="swiglu_oai", **options), args, (expected,), rtol=2 * eps, atol=1e-5)
 
 
 def _grouped_product(subject: Subject) -> OpTest:

@@ -128,7 +128,7 @@ BROKEN = {
     "huge size": (content(tensors=[tensor(shape=(2**63, 2))]), "tensor a: must have dims from 1 to"),
     "overflow": (content(tensors=[tensor(shape=(2**40, 2**40, 2**40))]), "tensor a: is truncated"),
     "kind": (content(tensors=[tensor(kind=Kind.IQ2_XS)]), "tensor a: type IQ2_XS is not supported; supported: F32, F1"),
-    "MXFP4": (content(tensors=[tensor(kind=Kind.MXFP4)]), "tensor a: type MXFP4 is not supported"),
+    "IQ4_NL": (content(tensors=[tensor(kind=Kind.IQ4_NL)]), "tensor a: type IQ4_NL is not supported"),
     "number": (content(tensors=[tensor(kind=999)]), "tensor a: type 999 is not supported"),
     "integers": (content(tensors=[tensor(kind=Kind.I32)]), "tensor a: type I32 is not supported"),
     "half a block": (content(tensors=[tensor(shape=(48,), kind=Kind.Q8_0)]), "tensor a: must have rows of whole"),

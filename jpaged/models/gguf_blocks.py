@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     Attributes:
         parts: return the numbers of blocks, [N, numbers] int8, or packed, [N, numbers/2] uint8, and their scales and
-            minima, [N, groups] float32.
+            minima, [N, groups] float32; of MXFP4 exponents, uint8.
         group: numbers of a group.
         is_packed: whether numbers have 4 bits.
         has_minima: whether there are minima.
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     has_minima: bool = False
     scale_at: int = 0
     factor: int = 1
+    is_mxfp4: bool = False
 
     def fits_float16(self, blocks: Blocks) -> bool:
         """Return whether float16 can hold the scales and minima of blocks, judged by the greatest of a block."""
@@ -137,6 +138,10 @@ def _q6_k(blocks: Blocks) -> Parts:
     return numbers.view(np.int8) - np.int8(32), _halves(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
+def _mxfp4(blocks: Blocks) -> Parts:
+    return blocks[:, 1:], blocks[:, :1], None
+
+
 LAYOUTS = {
     Kind.Q8_0: Layout(_q8_0, 32),
     Kind.Q4_0: Layout(_q4_0, 32, is_packed=True),
@@ -148,6 +153,7 @@ LAYOUTS = {
     Kind.Q4_K: Layout(_q4_k, 32, is_packed=True, has_minima=True, factor=63),
     Kind.Q5_K: Layout(_q5_k, 32, has_minima=True, factor=63),
     Kind.Q6_K: Layout(_q6_k, 16, scale_at=208, factor=128),
+    Kind.MXFP4: Layout(_mxfp4, 32, is_packed=True, is_mxfp4=True),
 }
 
 

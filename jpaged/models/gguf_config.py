@@ -264,6 +264,19 @@ def _granite(file: GgufFile, hf: Hf) -> Hf:
     return _named("GraniteForCausalLM", "granite")(file, neutral | hf)
 
 
+def _gpt_oss(file: GgufFile, hf: Hf) -> Hf:
+    """gpt-oss: every second layer from the first on has a window. The model was trained without truncated bounds."""
+    counts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+    experts = {ours: _value(file, name, 0) for ours, name in counts.items()}
+    if (size := _value(file, "expert_feed_forward_length", hf["intermediate_size"])) != hf["intermediate_size"]:
+        file.fail("gpt-oss.expert_feed_forward_length", f"must be the feed_forward_length, not {size}")
+    if "rope_scaling" in hf:
+        hf["rope_scaling"] = hf["rope_scaling"] | {"truncate": False}
+    else:
+        hf["rope_parameters"] = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
+    return _named("GptOssForCausalLM", "gpt_oss")(file, hf | experts)
+
+
 MAX_LAYER_TYPES = 1024
 ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "llama": _llama,
@@ -278,6 +291,7 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,
+    "gpt-oss": _gpt_oss,
     "smollm3": _named("SmolLM3ForCausalLM", "smollm3"),
 }
 SUPPORTED = ", ".join(ARCHITECTURES)

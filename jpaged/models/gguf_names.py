@@ -12,13 +12,14 @@ from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
 from jpaged.gguf_file import GgufFile, GgufTensor
 from jpaged.models.config import ModelConfig
-from jpaged.models.gguf_tensor import GgufWeight, Scales
+from jpaged.models.gguf_tensor import GgufStack, GgufWeight, Scales
 from jpaged.models.safetensors_files import StoredTensor
 
 # Architectures whose rotary embedding turns adjacent dims in llama.cpp: rows of queries and keys lie in that order.
 ADJACENT = ("llama", "mistral3", "granite", "smollm3")
 WITH_OFFSET = ("gemma2", "gemma3")  # their norms are stored as the factor 1 + weight
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+\.weight)")
+WITHOUT_DOT = re.compile(r"\.(sinks|experts\.(gate|up|down)_proj(_bias)?)$")  # Hugging Face's names in gpt-oss
 QUERIES_OR_KEYS = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
 
@@ -42,6 +43,10 @@ def named_tensors(
         used.add(own)
         if shape == (1, *tensor.shape):  # the gate of a shared expert
             tensor = GgufTensor(tensor.kind, shape, tensor.data[None])
+        if len(tensor.shape) == 3:
+            matrices = (GgufTensor(tensor.kind, tensor.shape[1:], data) for data in tensor.data)
+            named[name] = GgufStack(tuple(GgufWeight(matrix, scales[own]) for matrix in matrices))
+            continue
         offset = -1.0 if file.architecture in WITH_OFFSET and name.endswith("norm.weight") else 0.0
         named[name] = GgufWeight(tensor, scales[own], _order(file, config, name, tensor, shape), offset)
     others = {name: GgufWeight(tensor, scales[name]) for name, tensor in file.tensors.items() if name not in used}
@@ -50,6 +55,8 @@ def named_tensors(
 
 def _find(file: GgufFile, names: TensorNameMap, name: str) -> tuple[str, GgufTensor | None]:
     """Return the name and the tensor, or the matrix of an expert within it, that has one of Hugging Face's names."""
+    if WITHOUT_DOT.search(name):
+        name = name.removesuffix("_bias") + (".bias" if name.endswith("_bias") else ".weight")
     expert = EXPERT.fullmatch(name)
     own = names.get_name(f"{expert[1]}.{expert[3]}" if expert else name, try_suffixes=(".weight", ".bias")) or ""
     tensor = file.tensors.get(own)

@@ -1,5 +1,6 @@
 """Tensor of a file in GGUF as a `StoredTensor`: quantized weights are read as they are stored, or in float32."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -10,7 +11,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from jpaged.gguf_file import GgufTensor
 from jpaged.models.gguf_blocks import LAYOUTS, blocks_of
-from jpaged.models.safetensors_files import DerivedTensor
+from jpaged.models.safetensors_files import DerivedTensor, StoredTensor
 from pallas_kernels.weights import MIDDLE, Format, Weight
 
 CHUNK_ROWS = 1024  # rows that are converted at a time
@@ -25,7 +26,9 @@ class Scales:
 
     @cached_property
     def dtype(self) -> str:
-        """Return float16, or float32 if the scales exceed the range of float16."""
+        """Return float16, or float32 if the scales exceed the range of float16; uint8 of exponents."""
+        if LAYOUTS[self.tensor.kind].is_mxfp4:
+            return "uint8"
         fits = LAYOUTS[self.tensor.kind].fits_float16(blocks_of(self.tensor.data, self.tensor.kind))
         return "float16" if fits else "float32"
 
@@ -113,3 +116,39 @@ class GgufWeight:
             return exact.astype(np.float32) + np.float32(self.offset) if self.offset else exact
         weight = Weight(*cast(Any, layout.parts(blocks_of(rows, self.stored.kind))))
         return np.asarray(weight.dense(np)).reshape(len(rows), -1) + np.float32(self.offset)
+
+
+@dataclass(frozen=True)
+class GgufStack:
+    """Matrices of all experts in a file: a `StoredTensor` [E, out, in]."""
+
+    members: tuple[GgufWeight, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return [E, out, in]."""
+        return [len(self.members), *self.members[0].get_shape()]
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype of the elements."""
+        return self.members[0].get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the tensor."""
+        return _stacked(self.members, index)
+
+    @property
+    def kept(self) -> Format | None:
+        """Form in which the weights can stay as they are; None if they are not quantized."""
+        return self.members[0].kept
+
+    def leaf(self, field: str, form: Format) -> DerivedTensor:
+        """Return an array of the weights in a form, by its name in `pallas_kernels.Weight`."""
+        members = tuple(member.leaf(field, form) for member in self.members)
+        shape = (len(members), *members[0].get_shape())
+        return DerivedTensor(shape, "", lambda index: _stacked(members, index))
+
+
+def _stacked(members: Sequence[StoredTensor], index: tuple[slice, ...]) -> np.ndarray:
+    """Return a part of the tensor whose first axis is that of the members."""
+    experts, *rest = index
+    return np.stack([member[tuple(rest)] for member in members[experts]])

@@ -174,6 +174,11 @@ SHAPES = {
         "Qwen3-30B-A3B", 48, 2048, 6144, 32, 4, 128, 151_936, context=40_960,
         num_experts=128, num_experts_per_tok=8, expert_size=768,
     ),
+    "gpt-oss-20b": ModelShape(
+        "gpt-oss-20b", 24, 2880, 2880, 64, 8, 64, 201_088, context=131_072,
+        num_experts=32, num_experts_per_tok=4, expert_size=2880,
+        windows=tuple(None if layer % 2 else 128 for layer in range(24)),
+    ),
     "llama-13b": ModelShape("LLaMA-13B", 40, 5120, 13_824, 40, 40, 128, 32_000),
     "opt-13b": _opt("OPT-13B", 40, 5120),
     "opt-66b": _opt("OPT-66B", 64, 9216),

@@ -213,6 +213,7 @@ def select_kernels(
         retest: ignore stored results.
     """
     config, model, device = resolved.config, resolved.model, resolved.device
+    experts = model.variation.experts
     dtype = dtype or str(resolved.dtype)
     # A CPU's kernels are compiled to be chosen, and are kept. On a GPU tests should not depend on the cache.
     with compilation_cache() if device.platform == "cpu" else nullcontext():
@@ -221,7 +222,7 @@ def select_kernels(
             compute_capability=device.compute_capability, dtype=dtype, pool_dtype=config.pool_dtype(dtype),
             head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
             num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
-            sinks=model.variation.sinks,
+            sinks=model.variation.sinks, mxfp4=experts is not None and experts.activation is not None,
             self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
         )  # fmt: skip
 

@@ -89,6 +89,8 @@ def converted(tile: Ref, form: Format, dtype: Any, factors: Sequence[Groups]) ->
 
 
 def _floats(numbers: jax.Array, form: Format, dtype: Any) -> jax.Array:
+    if form.is_mxfp4:
+        return _of_e2m1(numbers)
     if form.is_packed:
         return _of_packed(numbers, dtype)
     return _of_fp8(numbers) if form.dtype in BITS else numbers.astype(dtype)
@@ -102,15 +104,30 @@ def _of_fp8(numbers: jax.Array) -> jax.Array:
     return small * jnp.bfloat16(2.0**120)
 
 
+def _of_e2m1(numbers: jax.Array) -> jax.Array:
+    """Return the numbers of packed codes of e2m1, [64, depth] bfloat16."""
+    # The exponent and mantissa of e2m1 are those of a bfloat16 that is smaller by the difference of the biases.
+    pattern, _ = PATTERNS["bfloat16"]
+    codes = lax.bitcast_convert_type(_unpacked(numbers, jnp.bfloat16, pattern), jnp.int16)
+    bits = ((codes << 6) & jnp.int16(0x01C0)) | ((codes << 12) & jnp.int16(-0x8000))
+    small: jax.Array = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return small * jnp.bfloat16(2.0**126)
+
+
 def _of_packed(numbers: jax.Array, dtype: Any) -> jax.Array:
     """Return packed numbers less 8, [64, depth]."""
     pattern, offset = PATTERNS[jnp.dtype(dtype).name]
+    return _unpacked(numbers, dtype, pattern) - jnp.asarray(offset + MIDDLE, dtype)
+
+
+def _unpacked(numbers: jax.Array, dtype: Any, pattern: int) -> jax.Array:
+    """Return the floats whose last bits are packed numbers, [64, depth]."""
     outputs, columns = numbers.shape
     unpack = plgpu.inline_mgpu(
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((outputs, 2 * columns), dtype, layout=WGMMA)
     )
     floats: jax.Array = unpack(functools.partial(unpack_registers, pattern=pattern))(numbers)
-    return floats - jnp.asarray(offset + MIDDLE, dtype)
+    return floats
 
 
 def unpack_registers(_: Any, numbers: Any, *, pattern: int) -> Any:
@@ -139,6 +156,8 @@ def _factors(factors: Sequence[Groups], form: Format, dtype: Any, groups: int) -
     exact = [plgpu.load(ref.at[:, pl.ds(first, groups)].T, layout=COLUMN, optimized=False) for ref, first in factors]
     if groups == 1:  # Mosaic can take a row of several only
         exact = [jnp.concatenate([row, row]) for row in exact]
+    if form.is_mxfp4:
+        exact = [lax.bitcast_convert_type((each.astype(jnp.int32) & 0xFF) << 23, jnp.float32) for each in exact]
     scales, *minima = (each.astype(jnp.float32) for each in exact)
     added = [each + MIDDLE * scales if form.is_packed else each for each in minima]
     return scales.astype(dtype), added[0].astype(dtype) if added else None

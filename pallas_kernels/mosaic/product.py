@@ -64,8 +64,8 @@ def unsupported_weight(form: Format, shape: tuple[int, int], dtype: str) -> str 
     (outputs, inputs), group, least = shape, form.group or INPUTS, PACKED if form.is_packed else PACKED // 2
     if dtype not in ("bfloat16", "float16"):
         return f"rows are {dtype}, expected bfloat16 or float16"
-    if form.is_mxfp4:
-        return "weights are MXFP4"
+    if form.is_mxfp4 and dtype != "bfloat16":
+        return f"rows are {dtype}, expected bfloat16 for exponents of weights in MXFP4"
     if group % least or (DEPTHS[0] % group and group % DEPTHS[0]):
         return f"groups have {group} inputs, expected a multiple of {least} and a part or multiple of {DEPTHS[0]}"
     if form.dtype != dtype and (form.dtype not in NUMBERS or (form.dtype == "float8_e4m3fn" and dtype != "bfloat16")):

@@ -64,7 +64,9 @@ ALL = [
     *(Product("bfloat16", rows, 576, 1536) for rows in ROWS),
     *(Product("bfloat16", rows, 64 * 99) for rows in ROWS),
     *(Product(form, rows, 64 * 25, is_gated=True) for form in ("bfloat16", "int8") for rows in ROWS),
+    *(Product("mxfp4", 4 * rows, 2880, 2880, is_gated, 32) for rows in ROWS for is_gated in (False, True)),
 ]
+GPT_OSS = Product("mxfp4", 256, 2880, 2880, is_gated=True, experts=32)
 
 
 def multiply(x_ti, weight, up, sizes_e):
@@ -102,7 +104,9 @@ def faults(case: Product) -> list[str]:
 cases = pytest.mark.parametrize(
     "case",
     [
-        case if case in (DENSE, INT8, SEVERAL_PARTS, GATED_INT4) else pytest.param(case, marks=pytest.mark.deep)
+        case
+        if case in (DENSE, INT8, SEVERAL_PARTS, GATED_INT4, GPT_OSS)
+        else pytest.param(case, marks=pytest.mark.deep)
         for case in ALL
     ],
     ids=lambda case: "-".join(map(str, case)),

@@ -490,6 +490,18 @@ class TestTrials:
         case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs
         assert "wrong result" in case.error(types.SimpleNamespace(**{TESTS[test]: wrong}))
 
+    @pytest.mark.parametrize("wrong", [
+        lambda x, weight, up, **o: PRODUCT(x, weight._replace(bias=jnp.roll(weight.bias, 1, 0)), up=up, **o),
+        lambda x, weight, up, **o: PRODUCT(x, weight, up=up._replace(bias=jnp.roll(up.bias, 1, 1)), **o),
+        lambda x, weight, up, **o: PRODUCT(x, weight._replace(scales=weight.scales + 1), up=up, **o),
+        lambda x, weight, up, **o: PRODUCT(x, weight._replace(values=weight.values ^ 8), up=up, **o),
+        lambda x, weight, up, activation, **o: PRODUCT(x, weight, up=up, activation="silu", **o),
+    ], ids=["another expert's bias", "another output's bias", "scales", "signs", "another activation"])  # fmt: skip
+    def test_faults_of_experts_in_mxfp4_are_found(self, wrong):
+        case = trial.make_trials(dataclasses.replace(SUBJECT, mxfp4=True))["product of experts"]()
+        assert case.error(types.SimpleNamespace(product=PRODUCT)) is None
+        assert "wrong result" in case.error(types.SimpleNamespace(product=wrong))
+
     def test_ignored_sinks_are_found(self):
         case = trial.make_trials(dataclasses.replace(SUBJECT, sinks=True))["paged_decode_attention"]()
         assert case.error(pallas_kernels) is None

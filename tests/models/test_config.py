@@ -157,6 +157,8 @@ def test_multimodal_models_are_refused(tmp_path):
         ("gemma3-text-part", {"text_config": None}, "config.json lacks text_config"),
         ("mistral3-text-part", {"text_config": {"model_type": "qwen3"}}, "text_config: model_type 'qwen3' is not supp"),
         ("ministral3", {"rope_parameters": {"rope_theta": 1e4}}, "needs llama_4_scaling_beta, original_max_position"),
+        ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit: must be 7.0, not 6.0"),
+        ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: must be 1.702, not 1.0"),
     ],
 )
 def test_values_that_an_architecture_does_not_support_are_named(case, changes, words, tmp_path):
@@ -188,6 +190,20 @@ def test_longrope_takes_the_long_factors_if_a_sequence_may_pass_the_original_con
 )
 def test_linear_and_yarn_extend_the_context_by_their_factor(scaling, length):
     assert read(rope_scaling=scaling, max_position_embeddings=256).context_length == length
+
+
+def test_gpt_oss_has_the_defaults_of_transformers(tmp_path):
+    """Those of openai/gpt-oss-20b, except for the numbers of layers and experts."""
+    hf = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = read_config(tmp_path)
+    sizes = config.vocab_size, config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    assert sizes == (201_088, 2880, 64, 8) and config.head_dim == 64 and config.attention_bias
+    assert config.variation.windows == (128, None) * 12 and config.variation.sinks
+    assert (config.variation.experts.num_experts_per_tok, config.variation.experts.intermediate_size) == (4, 2880)
+    rope = config.rope
+    assert (rope.type, rope.theta, rope.factor, rope.truncate) == ("yarn", 150_000, 32, False)
+    assert rope.original_max_position_embeddings == 4096 and config.context_length == 131_072
 
 
 def test_gemma_3_has_defaults_for_the_fields_that_its_checkpoints_leave_out(tmp_path):

@@ -14,8 +14,10 @@ from jpaged.gguf_file import FLOATS, QUANTIZED, open_gguf
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, tensors_of
 from jpaged.models.gguf_checkpoint import load_gguf
+from jpaged.models.interleaved import joined_shapes, separated
 from jpaged.models.layers import weight_of
 from jpaged.models.rope import inverse_frequencies
+from jpaged.models.safetensors_files import DerivedTensor
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.parameters import by_name
 from pallas_kernels import takes_weight
@@ -37,6 +39,7 @@ CASES = {
     **{name: architectures.CASES[name] | {"query_pre_attn_scalar": 32} for name in (
         "gemma2", "gemma3", "gemma3-types",
     )},
+    "gpt-oss": architectures.CASES["gpt-oss"],
     "smollm3": architectures.CASES["smollm3"] | {"no_rope_layer_interval": 4, "rope_theta": 2e6},
 }  # fmt: skip
 
@@ -47,9 +50,12 @@ def write(directory, hf) -> dict[str, np.ndarray]:
     (directory / "config.json").write_text(json.dumps(hf))
     config = registry.read_config(directory)
     _, shapes = tensors_of(config, abstract_model(config, "float32")[1])
-    tensors = {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
+    place_of = registry.architecture_of(config).interleaved
+    tensors = {name: architectures.tensor(name, shape, hf) for name, shape in joined_shapes(shapes, place_of).items()}
     save_file(tensors, directory / "model.safetensors")
-    return tensors
+    apart = {name: DerivedTensor(x.shape, "F32", lambda index, x=x: x[index]) for name, x in tensors.items()}
+    apart = separated(apart, shapes, place_of)
+    return {name: apart[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -145,8 +151,10 @@ def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
     forms = {weight.format for weight in weights(kept).values()}
     if kind in QUANTIZED:
         (form,) = forms
-        packed, minima = kind.name in ("Q4_0", "Q4_1", "Q4_K"), kind.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
-        assert (form.dtype, form.scales) == ("uint8" if packed else "int8", "float16")
+        packed = kind.name in ("Q4_0", "Q4_1", "Q4_K", "MXFP4")
+        minima = kind.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+        assert form.dtype == ("uint8" if packed else "int8")
+        assert form.scales == ("uint8" if kind == Kind.MXFP4 else "float16")
         assert form.minima == ("float16" if minima else None)
         assert form.group == (16 if kind.name in ("Q2_K", "Q3_K", "Q6_K") else 32)
     else:
@@ -155,6 +163,20 @@ def test_weights_of_every_kind_stay_as_they_are_stored(kind, hf, tmp_path):
         assert embedding == FLOAT_DTYPES[kind] and {weight.format.dtype for weight in weights(dense).values()} == {
             "float32"
         }
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path):
+    hf = architectures.CASES["gpt-oss"] | {"intermediate_size": 96, "num_hidden_layers": 1, "layer_types": None}
+    written = gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=Kind.MXFP4)
+    config = registry.read_config(tmp_path / "model.gguf")
+    for keeps_groups in (True, False):
+        form = Form("float32", keeps_groups=keeps_groups)
+        experts = load_gguf(tmp_path / "model.gguf", config, form, progress=False).layers[0].mlp.experts
+        for part in ("gate", "up", "down"):
+            weight = weight_of(experts, f"{part}_proj", bias=None)
+            assert weight.format.is_mxfp4 == keeps_groups
+            expected = stored(written[f"blk.0.ffn_{part}_exps.weight"], Kind.MXFP4)
+            np.testing.assert_array_equal(weight.dense(np), expected)
 
 
 FLOAT_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}

@@ -190,7 +190,7 @@ def weight_of_tensors(parts: dict[str, np.ndarray], method: str, **options) -> Q
     return dequantized(stored(parts), scheme_of({"quant_method": method, **options}), ())["layer.weight"]
 
 
-@pytest.mark.parametrize("name", sorted({name.partition("/")[0] for name in FIXTURES}))
+@pytest.mark.parametrize("name", sorted({name.partition("/")[0] for name in FIXTURES} - {"mxfp4"}))
 def test_weights_are_those_that_other_libraries_read(name):
     """compressed-tensors and transformers; `tests/oracle/make_quantized_fixtures.py` writes the fixtures."""
     arrays = {key.partition("/")[2]: FIXTURES[key] for key in FIXTURES if key.startswith(f"{name}/")}

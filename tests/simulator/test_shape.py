@@ -61,7 +61,12 @@ QWEN = LLAMA | dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, config", [("mixtral-8x7b", MIXTRAL), ("qwen3-30b-a3b", QWEN)])
+GPT_OSS = dict(
+    architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, config", [("mixtral-8x7b", MIXTRAL), ("qwen3-30b-a3b", QWEN), ("gpt-oss-20b", GPT_OSS)])
 def test_shape_of_a_mixture_equals_the_known_one(name, config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelShape.of(read_config(tmp_path), SHAPES[name].name) == SHAPES[name]
@@ -71,6 +76,8 @@ def test_mixtures_have_the_parameters_of_their_checkpoints():
     mixtral, qwen = SHAPES["mixtral-8x7b"], SHAPES["qwen3-30b-a3b"]
     assert mixtral.num_params + 65 * 4096 == 46_702_792_704
     assert qwen.num_params + 97 * 2048 + 2 * 48 * 128 == 30_532_122_624
+    gpt_oss, of_layer = SHAPES["gpt-oss-20b"], 64 * 64 + 2 * 8 * 64 + 2880 + 64 + 32 + 32 * 3 * 2880 + 2 * 2880
+    assert gpt_oss.num_params + 24 * of_layer + 2880 == 20_914_757_184
     assert mixtral.expert_params == 32 * 8 * 3 * 4096 * 14_336
     expanded, routed = (mixtral.layer_products(grouped) - mixtral.linear_params for grouped in (False, True))
     assert expanded == 2 * mixtral.expert_params, "as XLA expands the product"

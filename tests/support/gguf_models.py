@@ -18,14 +18,14 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
     "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
-    "qwen2_moe": "qwen2moe", "glm4": "glm4",
+    "qwen2_moe": "qwen2moe", "glm4": "glm4", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "input_layernorm": "attn_norm",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
@@ -38,7 +38,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 def norm_names(hf: dict[str, Any]) -> dict[str, str]:
     """The names of the norms around the MLP, which depend on the architecture."""
-    if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3"):
+    if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss"):
         after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return after | {"pre_feedforward_layernorm": "ffn_norm"}
     after = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}  # of GLM-4
@@ -71,6 +71,9 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
         if stem in TOP:
             found[f"{TOP[stem]}.{leaf}"] = tensor
             continue
+        if hf["model_type"] == "gpt_oss" and (found_one := of_gpt_oss(name)):
+            found[found_one] = tensor
+            continue
         layer, inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem).groups()
         if expert := re.search(r"experts\.(\d+)\.(\w+)", inner):
             found.setdefault(f"blk.{layer}.{EXPERTS[expert[2]]}.{leaf}", {})[int(expert[1])] = tensor
@@ -78,6 +81,18 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
             found[f"blk.{layer}.{names[inner]}.{leaf}"] = tensor
     stacked = lambda each: np.stack([each[i] for i in sorted(each)]) if isinstance(each, dict) else each
     return {name: stacked(each) for name, each in found.items()}
+
+
+def of_gpt_oss(name: str) -> str | None:
+    """The names of gpt-oss's tensors whose names in Hugging Face's form end without .weight or .bias."""
+    _, _, layer, *rest = name.split(".")
+    match rest:
+        case ["self_attn", "sinks"]:
+            return f"blk.{layer}.attn_sinks.weight"
+        case ["mlp", "experts", weight]:
+            matrix, _, bias = weight.partition("_proj")
+            return f"blk.{layer}.ffn_{matrix}_exps.{'bias' if bias else 'weight'}"
+    return None
 
 
 def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
@@ -110,7 +125,7 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
     }.items():  # fmt: skip
         if hf.get(name) is not None:
             add(hf[name])
-    if hf["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3"):
+    if hf["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss"):
         writer.add_sliding_window(hf.get("sliding_window") or 0)
     if hf["model_type"] == "gemma3_text" or (hf["model_type"] == "olmo3" and "layer_types" in hf):
         types = hf.get("layer_types")

@@ -40,6 +40,7 @@ Every architecture is compared with transformers in float32 on random checkpoint
   matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with the
   number of experts. `jpaged plan` predicts that.
 - **Multimodal checkpoints** are refused, except those of Gemma 3 and Mistral 3, of which the text part is served.
+- **Llama 4** is refused: most of its layers see chunks of 8,192 tokens, and attention knows windows only.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.
 - **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.
 

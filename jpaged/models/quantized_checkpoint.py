@@ -25,7 +25,7 @@ COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pa
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
 UNUSED = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale",
-    ".kv_scale", ".k_zero_point", ".v_zero_point",
+    ".kv_scale", ".k_zero_point", ".v_zero_point", ".activation_scale",
 )  # fmt: skip
 
 Described = Mapping[str, object]  # the content of `quantization_config`

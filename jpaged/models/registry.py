@@ -132,6 +132,12 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
     ),
 )}  # fmt: skip
 
+CHUNKED = (
+    "its layers see chunks of attention_chunk_size tokens, and attention knows windows only, whose ends would be wrong "
+    "after the first chunk"
+)
+REFUSED = {"Llama4ForCausalLM": CHUNKED, "Llama4ForConditionalGeneration": CHUNKED}  # with the reason
+
 
 def architectures() -> Iterator[Architecture]:
     """Return all architectures."""
@@ -181,7 +187,9 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def _unsupported(name: str, hf: Hf | None = None) -> str:
-    """Return the error of an architecture that is not registered, with the one whose name is most similar."""
+    """Return the error of an architecture that is not registered: a known reason, or the most similar name."""
+    if name in REFUSED:
+        return f"architecture {name} is not supported: {REFUSED[name]}"
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
     error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
     if any(field in (hf or {}) for field in ("vision_config", "audio_config", "thinker_config")):

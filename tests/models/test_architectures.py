@@ -188,7 +188,9 @@ def test_planted_errors_are_noticed(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["olmo2", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "qwen2-moe"))], indirect=True
+    "case",
+    ["olmo2", *(pytest.param(name, marks=pytest.mark.deep) for name in ("mixtral", "granite-moe-shared"))],
+    indirect=True,
 )
 def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     """Each layer has two all-reduces, and two more for norms over all queries and all keys."""

@@ -123,6 +123,13 @@ def test_the_error_of_another_architecture_names_the_closest(changes, closest, t
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])
+def test_llama_4_is_refused_with_the_reason(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"architectures": [name], "model_type": "llama4"}))
+    with pytest.raises(ValueError, match=rf"architecture {name} is not supported: .* chunks of attention_chunk_size"):
+        read_config(tmp_path)
+
+
 def test_multimodal_models_are_refused(tmp_path):
     names = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(names | {"text_config": BASE, "vision_config": {}}))

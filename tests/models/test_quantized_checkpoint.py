@@ -376,7 +376,9 @@ def test_zeros_as_bias_are_left_out_of_a_model_without_it(bias, expected, is_lef
 
 
 def test_numbers_of_activations_and_of_the_cache_are_left_out():
-    names = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point")
+    names = (
+        "input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "activation_scale",
+    )  # fmt: skip
     tensors = stored(dict.fromkeys(names, np.ones(1, np.float32)) | {"norm": np.ones(4, np.float32)})
     assert dequantized(tensors, scheme_of({"quant_method": "fp8"}), ()).keys() == {"layer.norm"}
 

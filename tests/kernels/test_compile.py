@@ -80,6 +80,12 @@ def test_kernels_for_the_shapes_of_models_fit(model):
     check(case, figures.compiled(case, **options))
 
 
+@pytest.mark.deep
+def test_triton_kernels_with_sinks_fit():
+    kernels = figures.compiled(figures.Case("triton", 64, "bfloat16", 16, 8), sinks=True, window=128)
+    assert not any(seen.spill_bytes for seen in kernels.values()), kernels
+
+
 def test_the_page_has_every_configuration():
     """Figures differ a little between compilers; which configurations they are of does not."""
     lines = [line for line in figures.PAGE.read_text().splitlines() if line.startswith(("| mosaic |", "| triton |"))]

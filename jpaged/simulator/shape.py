@@ -73,11 +73,7 @@ class ModelShape:
         dense = self.num_dense_layers if self.num_experts else self.num_layers
         mlps = dense * self.mlp_matrices * self.hidden_size * self.intermediate_size
         shared = self.mlp_matrices * self.shared_size  # rows of a mixture besides those of its router
-        return (
-            attention
-            + mlps
-            + (self.num_layers - dense) * (self.num_experts + shared) * self.hidden_size
-        )
+        return attention + mlps + (self.num_layers - dense) * (self.num_experts + shared) * self.hidden_size
 
     @property
     def num_attention_layers(self) -> int:

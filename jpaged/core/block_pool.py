@@ -123,8 +123,9 @@ class BlockPool:
         return self._blocks[block_id].node is not None
 
     def states(self) -> bytes:
-        """Return one byte for each block and each page: its references, at most 127, plus 128 if it is cached."""
-        return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in self._blocks])
+        """Return one byte for each block of keys and values: its references, at most 127, plus 128 if it is cached."""
+        blocks = self._blocks[: self.num_blocks]
+        return bytes([(b.ref_count if b.ref_count < 127 else 127) + 128 * (b.node is not None) for b in blocks])
 
     def first_seen(self, group: int, position: int) -> int:
         """Return the first of a sequence's blocks that the token at a position, and later ones, see."""

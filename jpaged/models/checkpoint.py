@@ -19,6 +19,7 @@ from jpaged.models.base import Graph, Leaf, LeafPath, Leaves, Model, Place
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_file import CONFIG
 from jpaged.models.interleaved import joined, joined_shapes, members, separated
+from jpaged.models.joined_experts import of_each_expert
 from jpaged.models.quantized import (
     Formats,
     Takes,
@@ -198,7 +199,7 @@ def load_safetensors(directory: Path, config: ModelConfig, form: Form, *, progre
         scheme = read_scheme(directory)
 
         def find(expected: Shapes) -> StoredTensors:
-            found = separated(tensors, expected, architecture.interleaved)
+            found = separated(of_each_expert(tensors, expected), expected, architecture.interleaved)
             return dequantized(found, scheme, expected) if scheme else found
 
         return load_tensors(find, directory, config, form, progress=progress)

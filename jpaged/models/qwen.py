@@ -160,6 +160,56 @@ class Qwen35TextPartConfig(Qwen35Config):
         return super().fields_of(text_config(hf), generation)
 
 
+class Qwen35MoeConfig(Qwen35Config):
+    """Qwen 3.5 with a mixture of experts in every layer, and an expert that all tokens share."""
+
+    architecture = "Qwen3_5MoeForCausalLM"
+    model_type = "qwen3_5_moe_text"
+    defaults = Qwen35Config.defaults | {
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "intermediate_size": 512,  # of the mixture: no layer has another MLP
+    }  # fmt: skip
+    reads = Qwen35Config.reads | {"num_experts", "num_local_experts"}
+
+    @classmethod
+    def variation_of(cls, hf: Hf) -> Variation:
+        """Return norms, gates, the recurrent layers and the experts."""
+        count = hf.get("num_local_experts") or hf["num_experts"]
+        experts = Experts(
+            count, hf["num_experts_per_tok"], hf["moe_intermediate_size"],
+            shared_size=hf["shared_expert_intermediate_size"], shared_gate=True,
+        )  # fmt: skip
+        return replace(super().variation_of(hf), experts=experts)
+
+
+class Qwen35MoeTextPartConfig(Qwen35MoeConfig):
+    """Text part of a multimodal Qwen 3.5 or 3.6 with a mixture of experts."""
+
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    model_type = "qwen3_5_moe"
+
+    @classmethod
+    def fields_of(cls, hf: Hf, generation: Hf) -> Hf:
+        """Return the values of the fields, from `text_config`."""
+        return super().fields_of(text_config(hf), generation)
+
+
+def nested(source: LeafSource) -> LeafSource:
+    """Return a place in a text model as a place in a multimodal Qwen 3.5."""
+    parts = (part._replace(name=part.name.replace("model.", "model.language_model.", 1)) for part in source.parts)
+    return source._replace(parts=tuple(parts))
+
+
+def text_part_source(path: LeafPath, config: ModelConfig) -> LeafSource:
+    """Return the place of a leaf of the text part."""
+    return nested(same_name(path, config))
+
+
+def moe_text_part_source(path: LeafPath, config: ModelConfig) -> LeafSource:
+    """Return the place of a leaf of the text part with a mixture of experts."""
+    return nested(moe_source(path, config))
+
+
 def moe_source(path: LeafPath, config: ModelConfig) -> LeafSource:
     """Return the place of a leaf: experts are separate tensors."""
     if "experts" not in path:

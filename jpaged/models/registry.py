@@ -58,8 +58,16 @@ _ARCHITECTURES: dict[str, Architecture] = {each.config.architecture: each for ea
         features="the gated delta rule in most layers, gated attention in the others, partial rotary embedding",
     ),
     Architecture(
-        qwen.Qwen35TextPartConfig, Decoder, text_part.source, text_part.is_derived, text_part.rename,
+        qwen.Qwen35TextPartConfig, Decoder, qwen.text_part_source, text_part.is_derived,
         examples=("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-27B"), features="the text part; no images",
+    ),
+    Architecture(
+        qwen.Qwen35MoeConfig, Decoder, qwen.moe_source, text_part.is_derived, examples=("Qwen/Qwen3.5-35B-A3B",),
+        features="as `Qwen3_5ForCausalLM`, with a mixture of experts and a gated expert that all tokens share",
+    ),
+    Architecture(
+        qwen.Qwen35MoeTextPartConfig, Decoder, qwen.moe_text_part_source, text_part.is_derived,
+        examples=("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.6-35B-A3B"), features="the text part; no images",
     ),
     Architecture(
         qwen.Qwen2MoeConfig, Decoder, qwen.moe_source, examples=("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B"),

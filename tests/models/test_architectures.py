@@ -39,9 +39,11 @@ ONE_SHAPE = (
     "mixtral-window", "qwen3-moe-dense",
     "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense", "glm",
     "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared", "gpt-oss",
+    "qwen3.5-moe",
 )  # fmt: skip
 TEXT_PARTS = {  # decoders of other architectures
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 }  # fmt: skip
 
 
@@ -241,6 +243,25 @@ def test_the_bias_of_a_router_stays_float32(tmp_path):
 def test_page_of_models_is_generated_from_the_registry():
     assert models_page.PAGE.read_text() == models_page.page(), "run: python -m tools.models_page"
     assert all(architecture.examples and architecture.features for architecture in registry.architectures())
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe-untied", "qwen3.5-moe-text-part", "qwen3-moe"])
+def test_weights_of_all_experts_may_be_one_tensor(name, tmp_path):
+    tensors = write(tmp_path, CASES[name])
+    config, experts = registry.read_config(tmp_path), {name for name in tensors if ".experts." in name}
+    expected = load_safetensors(tmp_path, config, Form("float32"), progress=False)
+    joint = {name: x for name, x in tensors.items() if name not in experts}
+    for block in {name.partition(".experts.")[0] for name in experts}:
+        gate, up, down = (
+            np.stack(
+                [tensors[f"{block}.experts.{i}.{weight}.weight"] for i in range(config.variation.experts.num_experts)]
+            )
+            for weight in ("gate_proj", "up_proj", "down_proj")
+        )
+        joint |= {f"{block}.experts.gate_up_proj": np.concatenate([gate, up], 1), f"{block}.experts.down_proj": down}
+    save_file(joint, tmp_path / "model.safetensors")
+    found = load_safetensors(tmp_path, config, Form("float32"), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
 
 
 @pytest.mark.parametrize("name", ["gemma3-text-part", "mistral3-text-part"])

@@ -103,10 +103,20 @@ def qwen35(**fields) -> dict:
     return config("Qwen3_5ForCausalLM", "qwen3_5_text", **own | fields)
 
 
+def qwen35_moe(**fields) -> dict:
+    own = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+           "shared_expert_intermediate_size": 40}  # fmt: skip
+    names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+    return {name: value for name, value in qwen35(**own | fields).items() if name != "intermediate_size"} | names
+
+
 def qwen35_vision(text: dict) -> dict:
-    vision = {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+    moe = "moe" in text["model_type"]
+    kind = text["model_type"].replace("text", "vision")
+    vision = {"model_type": kind, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
               "out_hidden_size": BASE["hidden_size"], "num_position_embeddings": 16}  # fmt: skip
-    own = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 95}
+    name, model_type = ("Qwen3_5Moe", "qwen3_5_moe") if moe else ("Qwen3_5", "qwen3_5")
+    own = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": model_type, "image_token_id": 95}
     tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
     return own | tied | {"eos_token_id": None, "text_config": text, "vision_config": vision}
 
@@ -187,6 +197,9 @@ CASES = {
         rope_parameters={"rope_type": "default", "rope_theta": 5e5}, tie_word_embeddings=False,
     ),
     "qwen3.5-text-part": qwen35_vision(qwen35(num_hidden_layers=2)),
+    "qwen3.5-moe": qwen35_moe(num_hidden_layers=3, full_attention_interval=3),
+    "qwen3.5-moe-untied": qwen35_moe(num_hidden_layers=2, num_experts_per_tok=3, tie_word_embeddings=False),
+    "qwen3.5-moe-text-part": qwen35_vision(qwen35_moe(num_hidden_layers=2)),
     "qwen2-moe": experts("qwen2_moe", num_experts=6, moe_intermediate_size=24, shared_expert_intermediate_size=40,
                          norm_topk_prob=True),
     "qwen2-moe-dense": experts("qwen2_moe", num_experts=4, moe_intermediate_size=40, num_hidden_layers=4,

@@ -34,12 +34,16 @@ Every architecture is compared with transformers in float32 on random checkpoint
   and for all sequences if `--max-model-len` is at most the original context.
 - **Windows.** Layers with a window hold the tokens that later tokens see, and free the others while the request runs
   ([sharing.md](sharing.md)).
+- **Recurrent layers** (Qwen 3.5 and 3.6) compute each token after the one before it, in prompts, too: the bits of a token
+  do not depend on the steps. [kernels.md](kernels.md) has the cost. Their states take memory of their own
+  ([sharing.md](sharing.md)). They run on one device, and `causal.logits` with a mask is refused. Vision and further
+  predictions (MTP) of these checkpoints are not used.
 - **Mixtures of experts** compute each token with its own experts and drop none. Routing is in float32. On one CPU and
   on one Hopper GPU, kernels multiply the rows of an expert by that expert's matrices, and read no others. Elsewhere XLA
   (jax 0.12) expands the grouped product (`ragged_dot`): it multiplies a token's row for each of its experts by the
   matrices of all experts and masks the results, so the operations and the temporary memory of a step grow with the
   number of experts. `jpaged plan` predicts that.
-- **Multimodal checkpoints** are refused, except those of Gemma 3 and Mistral 3, of which the text part is served.
+- **Multimodal checkpoints** are refused, except those of Gemma 3, Mistral 3 and Qwen 3.5, whose text part is served.
 - **Llama 4** is refused: most of its layers see chunks of 8,192 tokens, and attention knows windows only.
 - **PyTorch's files** (`.bin`) are refused with the command that converts them.
 - **Tensor parallelism**: the number of devices must divide the heads and the MLP sizes, also those of experts.

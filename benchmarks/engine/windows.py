@@ -27,12 +27,13 @@ from jpaged.core.scheduler import Scheduler
 
 BLOCK_SIZE, AT_ONCE, REQUESTS = 16, 64, 512
 LENGTHS = (1024, 8192, 32_768, 131_072)
-# Windows of the layers, from the config.json of the checkpoints. `gpt-oss-20b` is not served yet.
+# Windows of the layers with attention, from the config.json of the checkpoints.
 MODELS: dict[str, Windows] = {
     "gemma-3-27b": [None if layer % 6 == 5 else 1024 for layer in range(62)],
     "gemma-3-270m": [None if layer % 6 == 5 else 512 for layer in range(18)],
     "gemma-2-9b": [4096, None] * 21,
     "gpt-oss-20b": [128, None] * 12,
+    "qwen3.5-9b": [None] * 8,  # of 32; the others are recurrent
     "llama-3.1-8b": [None] * 32,
 }
 COLUMNS = ("model", "groups", "layers", "tokens", "all", "held", "seen", "held / all", "held / seen")

@@ -30,6 +30,7 @@ class Case:
     soft_cap: float | None = None
     window: int | None = None
     return_lse: bool = False
+    sinks: bool = False
 
     @property
     def name(self) -> str:
@@ -40,6 +41,7 @@ class Case:
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"window {self.window}"] if self.window else []
         parts += ["lse"] if self.return_lse else []
+        parts += ["sinks"] if self.sinks else []
         return ", ".join(parts)
 
 
@@ -54,7 +56,8 @@ def cases(tiny: bool) -> Iterator[Case]:
     ]  # fmt: skip
     options: list[dict[str, Any]] = [
         dict(return_lse=True), dict(soft_cap=2.0), dict(window=50), dict(pool_dtype=FP8),
-        dict(pool_dtype=FP8, soft_cap=2.0, window=50, return_lse=True),
+        dict(sinks=True), dict(sinks=True, window=50),
+        dict(pool_dtype=FP8, soft_cap=2.0, window=50, return_lse=True, sinks=True),
     ]  # fmt: skip
     if tiny:
         shapes, options = [Shape(80, 16, **few)], options[-1:]
@@ -118,6 +121,8 @@ def make_inputs(case: Case, pool_head_dim: int, seed: int = 0) -> Inputs:
     options |= dict(return_lse=True) if case.return_lse else {}
     if case.pool_dtype:
         options |= dict(k_scale_k=jnp.asarray(scales[0]), v_scale_k=jnp.asarray(scales[1]))
+    if case.sinks:
+        options |= dict(sinks_n=jnp.asarray(rng.uniform(-4, 8, shape.num_heads), jnp.float32))
     return Inputs(args, options, dense)
 
 
@@ -138,6 +143,7 @@ def check_attention(kernels: Kernels, case: Case) -> float:
         for i in range(count):
             seen = len(k) - (count - 1 - i)
             options = dict(scale=case.shape.scale, soft_cap=case.soft_cap, window=case.window)
+            options |= dict(sinks_n=host(inputs.options["sinks_n"])) if case.sinks else {}
             expected, expected_lse = attend(q[row], k[:seen], v[:seen], **options)
             if seen == 0:
                 if o[row].any():

@@ -33,7 +33,7 @@ def host(x: jax.Array) -> np.ndarray:
 
 def attend(
     q_nh: np.ndarray, k_lkh: np.ndarray, v_lkh: np.ndarray, *, scale: float, soft_cap: float | None = None,
-    window: int | None = None,
+    window: int | None = None, sinks_n: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """One query token, the last of L keys: output [N, H] and log-sum-exp [N]."""
     n, h = q_nh.shape
@@ -46,8 +46,10 @@ def attend(
     if soft_cap is not None:
         score = soft_cap * np.tanh(score / soft_cap)
     top = score.max(-1, keepdims=True)
+    sinks = None if sinks_n is None else sinks_n.astype(np.float64).reshape(num_kv_heads, -1, 1)
+    top = top if sinks is None else np.maximum(top, sinks)
     weight = np.exp(score - top)
-    total = weight.sum(-1, keepdims=True)
+    total = weight.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks - top))
     return (weight @ v_klh.astype(np.float64) / total).reshape(n, h), (top + np.log(total)).reshape(n)
 
 

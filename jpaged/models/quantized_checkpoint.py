@@ -8,6 +8,7 @@ name of a field whose value is not supported, the latter with that of a tensor t
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,11 +109,9 @@ class Scheme(NamedTuple):
     read: Callable[[LayerTensors], Mapping[str, KeptTensor]]
 
 
-def _one_weight(
-    read: Callable[..., QuantizedWeight], **options: Any
-) -> Callable[[LayerTensors], dict[str, KeptTensor]]:
-    """Return the function that reads the weight of a linear layer."""
-    return lambda layer: {"weight": read(layer, **options)}
+def _one_weight(read: Callable[..., QuantizedWeight], layer: LayerTensors, **options: Any) -> dict[str, KeptTensor]:
+    """Return the weight of a linear layer by its name."""
+    return {"weight": read(layer, **options)}
 
 
 def awq(described: Described) -> Scheme:
@@ -120,7 +119,9 @@ def awq(described: Described) -> Scheme:
     _check(described, "bits", 4)
     _check(described, "version", "gemm", "GEMM")
     _check(described, "zero_point", True)
-    return Scheme("awq", ("qweight",), _one_weight(grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28)))
+    return Scheme(
+        "awq", ("qweight",), partial(_one_weight, grouped_weight, axis=1, shifts=(0, 16, 4, 20, 8, 24, 12, 28))
+    )
 
 
 def gptq(described: Described) -> Scheme:
@@ -128,14 +129,16 @@ def gptq(described: Described) -> Scheme:
     _check(described, "bits", 4, 8)
     _check(described, "checkpoint_format", "gptq", "gptq_v2")
     bits, zero_offset = 8 if described.get("bits") == 8 else 4, int(described.get("checkpoint_format") != "gptq_v2")
-    return Scheme("gptq", ("qweight",), _one_weight(grouped_weight, axis=0, bits=bits, zero_offset=zero_offset))
+    return Scheme(
+        "gptq", ("qweight",), partial(_one_weight, grouped_weight, axis=0, bits=bits, zero_offset=zero_offset)
+    )
 
 
 def fp8(described: Described) -> Scheme:
     """FP8: numbers of float8_e4m3fn with scales of the tensor, of rows or of blocks."""
     _check(described, "fmt", "e4m3")
     block = _block_of("weight_block_size", described.get("weight_block_size"))
-    return Scheme("fp8", ("weight_scale", "weight_scale_inv"), _one_weight(scaled_weight, block=block))
+    return Scheme("fp8", ("weight_scale", "weight_scale_inv"), partial(_one_weight, scaled_weight, block=block))
 
 
 def compressed_tensors(described: Described) -> Scheme:
@@ -156,7 +159,7 @@ def compressed_tensors(described: Described) -> Scheme:
     blocks = {_block_of("block_structure", each["block_structure"]) for each in weights if each.get("block_structure")}
     if len(blocks) > 1:
         raise ValueError("config_groups with different block_structures are not supported")
-    read = _one_weight(compressed_weight, block=blocks.pop() if blocks else None)
+    read = partial(_one_weight, compressed_weight, block=blocks.pop() if blocks else None)
     return Scheme("compressed-tensors", ("weight_scale",), read)
 
 

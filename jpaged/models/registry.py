@@ -201,5 +201,5 @@ def _unsupported(name: str, hf: Hf | None = None) -> str:
     (closest,) = difflib.get_close_matches(name[:200], _ARCHITECTURES, n=1, cutoff=0)
     error = f"architecture {name:.200} is not supported; supported: {', '.join(_ARCHITECTURES)}; closest: {closest}"
     if any(field in (hf or {}) for field in ("vision_config", "audio_config", "thinker_config")):
-        error += "; of multimodal models, only the text parts of Gemma 3 and Mistral 3 are supported"
+        error += "; of multimodal models, only the text parts of Gemma 3, Mistral 3 and Qwen 3.5 are supported"
     return error

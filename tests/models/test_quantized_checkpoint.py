@@ -459,7 +459,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path, method, leaf, edit, t
     "described, told",
     [
         ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is not supported; supported: awq, gptq, fp8"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported"),
+        ({"quant_method": "nvfp4"}, "quant_method 'nvfp4' is not supported"),
         ({"load_in_4bit": True}, "quant_method None is not supported"),
         (["awq"], "must be a JSON object"),
         ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported; supported: 4"),

@@ -120,6 +120,7 @@ def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
         assert list(map(id, layout)) == list(map(id, expected))
         assert options.pop("scale") == 0.25  # one over the root of the head dim
         assert options.pop("window") is None and options.pop("soft_cap") is None and options.pop("work") is None
+        assert options.pop("sinks_n") is None
         assert [*map(id, options.values())] == ([] if decode else [id(batch.decodes)])
 
 

@@ -34,7 +34,7 @@ Every architecture is compared with transformers in float32 on random checkpoint
   and for all sequences if `--max-model-len` is at most the original context.
 - **Windows.** Layers with a window hold the tokens that later tokens see, and free the others while the request runs
   ([sharing.md](sharing.md)).
-- **Recurrent layers** (Qwen 3.5 and 3.6) compute each token after the one before it, in prompts, too: the bits of a token
+- **Recurrent layers** (Qwen 3.5, 3.6) compute each token after the one before it, in prompts, too: the bits of a token
   do not depend on the steps. [kernels.md](kernels.md) has the cost. Their states take memory of their own
   ([sharing.md](sharing.md)). They run on one device, and `causal.logits` with a mask is refused. Vision and further
   predictions (MTP) of these checkpoints are not used.

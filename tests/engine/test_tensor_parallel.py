@@ -158,7 +158,10 @@ def model_config(**changes) -> ModelConfig:
 MODELS = {
     "4 KV heads": model_config(),
     "2 KV heads, tied, biases, sinks": model_config(
-        num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
         variation=Variation(sinks=True),
     ),
     "1 KV head, 257 tokens": model_config(num_key_value_heads=1, vocab_size=257, num_hidden_layers=1),

@@ -119,7 +119,7 @@ class FusedExperts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Experts with a linear router, and at will an expert that all tokens share."""
+    """Experts with a linear router, in some models with a further expert that all tokens share."""
 
     is_gated = True  # see `fuse`
 
@@ -168,8 +168,9 @@ class MixtureOfExperts(nnx.Module):
             probabilities_te = ranks_te = jax.nn.softmax(scores_te, axis=-1)
         if self.groups > 1:
             ranks_te = self._within_groups(ranks_te[:, : self.num_experts])
-        _, chosen_tk = lax.top_k(ranks_te, self.top_k)
-        weights_tk = jnp.take_along_axis(probabilities_te, chosen_tk, axis=1)
+        weights_tk, chosen_tk = lax.top_k(ranks_te, self.top_k)
+        if ranks_te is not probabilities_te:
+            weights_tk = jnp.take_along_axis(probabilities_te, chosen_tk, axis=1)
         if self.normalizes:  # all sigmoids may be 0
             weights_tk = weights_tk / (weights_tk.sum(axis=-1, keepdims=True) + SMALL)
         return weights_tk * self.scale, chosen_tk

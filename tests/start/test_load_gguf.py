@@ -119,7 +119,7 @@ HOSTILE = {
     "llama.attn_logit_softcapping": (30.0, "attn_logit_softcapping: 30.0 is not supported"),
     "tokenizer.ggml.eos_token_id": (2000, "eos_token_id: must be a token, from 0 to 1279, not 2000"),
     "split.count": (3, "split.no: name the first part, as NAME-00001-of-00003.gguf"),
-    "general.architecture": ("bert", "general.architecture: bert is not supported; supported: llama, qwen2"),
+    "general.architecture": ("bert", "general.architecture: bert is not supported; supported: llama, mistral3, qwen2"),
 }  # fmt: skip
 
 

@@ -73,9 +73,7 @@ class Memory:
             return 0
         pages = self._pages(request)
         on_host = any(sequence.table.pool is not self.pool for sequence in request.live)
-        if (
-            request.beam and request.seats > 1
-        ):  # a step reads the states of all parents while it writes those of all beams
+        if request.beam and request.seats > 1:  # a step reads the states of parents while it writes those of beams
             return max(0, 2 * request.seats - len(pages) * (not on_host))
         if request.unforked:  # all branches read the state of the prompt
             return request.num_sequences + (on_host or not pages)

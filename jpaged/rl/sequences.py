@@ -5,12 +5,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels
-from jpaged.core.plan import NO_STATE, NOWHERE
-from jpaged.models.base import Attend, AttentionSpec, LayerOps, Model
+from jpaged.models.base import Attend, AttentionSpec, Model
+from jpaged.rl.recurrence import dense_recurrence, engines_recurrence
 from jpaged.runtime.batch import Batch
 from jpaged.runtime.kv_cache import KVCache
-from pallas_kernels import Chains, rotate
+from pallas_kernels import rotate
 
 
 def dense_attention(model: Model, positions_bw: jax.Array, mask_bww: jax.Array) -> Attend:
@@ -51,27 +50,7 @@ def causal_attention(model: Model, batch: int, width: int) -> Attend:
     """Return dense attention, and the definitions of recurrence, of sequences [B, W] from their beginning."""
     positions_bw = jnp.broadcast_to(jnp.arange(width), (batch, width))
     mask_bww = jnp.broadcast_to(jnp.tri(width, dtype=bool), (batch, width, width))
-    return _with_recurrence(dense_attention(model, positions_bw, mask_bww), pallas_kernels, batch, width)
-
-
-def _with_recurrence(attend: Attend, kernels: Any, batch: int, width: int) -> LayerOps:
-    """Return attention with the recurrent ops of some kernels, over sequences [B, W] from their beginning."""
-    chains = Chains(
-        width * jnp.arange(batch + 1, dtype=jnp.int32), jnp.full(batch, NO_STATE, jnp.int32),
-        jnp.full(batch, NOWHERE, jnp.int32),
-    )  # fmt: skip
-
-    def convolve(layer: int, x_tc: jax.Array, weight_cw: jax.Array, activation: str) -> jax.Array:
-        states = jnp.zeros((1, weight_cw.shape[1] - 1, x_tc.shape[1]), jnp.float32)
-        y_tc, _ = kernels.causal_conv(x_tc, weight_cw, None, states, chains, activation)
-        return cast(jax.Array, y_tc)
-
-    def recur(layer: int, q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, *gates: jax.Array) -> jax.Array:
-        states = jnp.zeros((1, v_thv.shape[1], q_tkd.shape[2], v_thv.shape[2]), jnp.float32)
-        o_thv, _ = kernels.delta_rule(q_tkd, k_tkd, v_thv, *gates, states, chains)
-        return cast(jax.Array, o_thv)
-
-    return LayerOps(attend, convolve, recur)
+    return dense_recurrence(dense_attention(model, positions_bw, mask_bww), batch, width)
 
 
 def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> Attend:
@@ -94,7 +73,7 @@ def paged_attention(model: Model, cache: KVCache, is_output_bw: jax.Array) -> At
         spec = cast(AttentionSpec, model.attention_specs[layer])
         return cache.attend(pool, 0, spec, step, False, qkv, angles, sinks_n).astype(dtype)
 
-    return _with_recurrence(attend, cache.kernels, *is_output_bw.shape)
+    return engines_recurrence(attend, cache.kernels, *is_output_bw.shape)
 
 
 def as_step(is_output_bw: jax.Array, block_size: int) -> Batch:

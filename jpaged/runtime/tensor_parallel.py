@@ -49,6 +49,8 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
         copy_blocks=jax.jit(divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL)),
         paged_decode_attention=attention(whole.paged_decode_attention),
         ragged_paged_attention=attention(whole.ragged_paged_attention),
+        delta_rule=jax.jit(whole.delta_rule),  # models with recurrent layers run on one device
+        causal_conv=jax.jit(whole.causal_conv, static_argnums=5),
     )
     return replace(kernels, implementation=implementation)
 

@@ -33,6 +33,7 @@ CASES = [
     ("qwen3-window", "float32", {"block_size": 64}, None),
     ("llama", "bfloat16", {}, None),
     ("gemma3", "bfloat16", {}, None),
+    ("qwen3.5", "float32", {}, None),
     ("qwen3-moe", "bfloat16", {}, None),
     ("llama", "float32", {"kv_cache_dtype": "fp8"}, None),
     ("llama", "float32", {"kv_cache_dtype": "bfloat16"}, None),

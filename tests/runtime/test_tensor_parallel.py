@@ -13,7 +13,7 @@ from jpaged.runtime.placement import ALL, GROUP, KV, Placement
 from jpaged.runtime.sampler import Sampled, SampleOptions
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.tensor_parallel import divide_kernels, sample_divided, whole_logits
-from pallas_kernels import select
+from pallas_kernels import select, select_for
 from tests.runtime.test_sampler import Row, logits_of, pack
 
 NUM_TOP = 5
@@ -23,11 +23,14 @@ ROWS = [Row(temperature=i / 8, position=3 * i, output=(i, 9), pending=True, num_
 
 def placement_of(vocab_size: int, num_devices: int = 4) -> Placement:
     """With two KV heads, so that four devices have both axes."""
-    config = ModelConfig(
+    return Placement.on(jax.devices()[:num_devices], config_of(vocab_size))
+
+
+def config_of(vocab_size: int) -> ModelConfig:
+    return ModelConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
     )  # fmt: skip
-    return Placement.on(jax.devices()[:num_devices], config)
 
 
 @pytest.fixture
@@ -93,6 +96,14 @@ def kernels():
 
     implementation = whole._replace(paged_decode_attention=decode, ragged_paged_attention=ragged)
     return replace(found, implementation=implementation)
+
+
+def test_divided_kernels_have_every_op_of_the_device():
+    """Products are not among them: steps on one device take those of the whole kernels."""
+    whole = select_for(jax.devices()[0], config_of(96), dtype="float32", block_size=16)
+    divided = divide_kernels(whole, placement_of(96))
+    for name in ("delta_rule", "causal_conv"):
+        assert getattr(divided.implementation, name).__wrapped__ is getattr(whole.implementation, name), name
 
 
 def test_divided_kernels_compute_what_whole_ones_do():

@@ -37,7 +37,7 @@ class BuddyPool(BlockPool):
         block_ids = list(range(start, start + wanted))
         for block_id in block_ids:
             block = self._blocks[block_id]
-            self._unlink(block)
+            block.free_list.remove(block)
             block.ref_count = 1
             self._runs[block_id] = start, size
         self._held[start] = wanted

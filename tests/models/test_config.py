@@ -133,7 +133,7 @@ def test_llama_4_is_refused_with_the_reason(name, tmp_path):
 def test_multimodal_models_are_refused(tmp_path):
     names = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(names | {"text_config": BASE, "vision_config": {}}))
-    told = r"; of multimodal models, only the text parts of Gemma 3 and Mistral 3 are supported$"
+    told = r"; of multimodal models, only the text parts of Gemma 3, Mistral 3 and Qwen 3.5 are supported$"
     with pytest.raises(ValueError, match=told):
         read_config(tmp_path)
 

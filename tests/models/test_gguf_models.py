@@ -73,6 +73,7 @@ def test_every_architecture_but_opt_is_written():
     others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
     others |= {"MinistralForCausalLM", "GlmForCausalLM", "Glm4MoeForCausalLM"}
     others |= {"GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"}
+    others |= {f"Qwen3_5{kind}For{task}" for kind in ("", "Moe") for task in ("CausalLM", "ConditionalGeneration")}
     assert {each.config.architecture for each in registry.architectures()} == written | others
 
 

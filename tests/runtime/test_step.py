@@ -94,7 +94,7 @@ def test_a_product_of_other_rows_than_tokens_is_computed_whole():
 
     kernels = RecordingProducts()
     _, batch = Layout(Bucket(8, 2, False), 2).empty()
-    forward(Other(), None, [], batch, decode=False, kernels=kernels)
+    forward(Other(), KVCache.of(LLAMA, 4, "float32", Ops().kernels()), [], batch, decode=False, kernels=kernels)
     assert kernels.wanted == [None]
 
 

@@ -233,7 +233,9 @@ def collectives(hlo: str) -> collections.Counter[str]:
 
 
 @pytest.mark.parametrize("bucket", [Bucket(8, 8, True), Bucket(64, 8, False)], ids=["decode", "mixed"])
-@pytest.mark.parametrize("name", [pytest.param("4 KV heads", marks=pytest.mark.deep), "2 KV heads, tied, biases, sinks"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("4 KV heads", marks=pytest.mark.deep), "2 KV heads, tied, biases, sinks"]
+)
 def test_a_step_has_two_reductions_per_layer_and_the_pool_stays_in_place(name, bucket):
     config = MODELS[name]
     options = dict(kernels="reference", dtype="float32", blocks=64, width=8)

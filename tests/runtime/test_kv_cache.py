@@ -70,4 +70,6 @@ def test_the_ops_are_told_scales_of_an_fp8_pool_and_angles_of_keys_that_are_to_b
         assert len(scales) == (2 if "float8" in dtype else 0)
         assert all(scale.tolist() == [1, 1, 1] and scale.dtype == jnp.float32 for scale in scales.values())
     assert writing[1] == ({"cos_t": "cos", "sin_t": "sin", "q_tnh": "q"} if rotated else {})
-    assert options == spec._asdict() | {"work": "lists of 7", "sinks_n": None} | ({} if decode else {"decode_s": "decodes"})
+    assert options == spec._asdict() | {"work": "lists of 7", "sinks_n": None} | (
+        {} if decode else {"decode_s": "decodes"}
+    )

@@ -83,7 +83,7 @@ class BlockTable:
         return not self.pages or self.pool.ref_count(self.pages[-1][1]) > 1
 
     def advance(self, ends: Sequence[int], kept: Container[int], num_drafts: int, spare: int) -> Copies:
-        """Give pages to the states after the next tokens; return those that each entry of the plan reads and writes.
+        """Give pages to the states after the next tokens; return the page that each entry reads and the one it writes.
 
         The last state replaces the present one in its page, unless that must be kept, or other tables hold it.
 

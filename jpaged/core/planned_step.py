@@ -211,7 +211,7 @@ class PlannedStep:
         return sum(counts.values()) + sum(map(len, drafts.values()))
 
     def has_pages(self, request: Request) -> bool:
-        """Return whether the pages suffice for a waiting request beside those that run."""
+        """Return whether the free pages suffice for a waiting request and the running requests."""
         if not self.memory.pool.num_pages:
             return True
         return sum(map(self.memory.page_lack, [request, *self.unsteady])) <= self.memory.pool.num_free_pages

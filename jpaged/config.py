@@ -207,7 +207,9 @@ class Limits:
         return 2 * self.max_num_batched_tokens
 
 
-_model, _memory, _scheduling = (partial(setting, group=group) for group in ("model", "memory", "scheduling"))
+_model, _adapters, _memory, _scheduling = (
+    partial(setting, group=group) for group in ("model", "adapters", "memory", "scheduling")
+)
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,16 @@ class EngineConfig:
     )  # fmt: skip
     kernels: str = _model(
         "auto", "attention kernels; auto: the fastest that the device and the model allow", choices=KERNELS
+    )
+
+    enable_lora: bool = _adapters(False, "keep slots for low-rank adapters (LoRA), which requests choose by name")
+    max_loras: int = _adapters(8, "slots: adapters of running requests; others wait on the host", low=1, unit="SLOTS")
+    max_lora_rank: int = _adapters(16, "largest rank of an adapter", low=1, high=512, unit="RANK")
+    lora_dtype: str = _adapters(
+        "auto", "dtype of adapters in their slots; auto: that of activations", choices=("auto", *DTYPES)
+    )
+    lora_modules: Mapping[str, Any] | None = _adapters(
+        None, 'adapters that are loaded at the start, as PEFT saves them: {"name": "directory"}', by="none", unit="JSON"
     )
 
     gpu_memory_utilization: float = _memory(
@@ -321,6 +333,8 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
         Speculation.of(self.speculative_config)
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("lora_modules: needs enable_lora")
         if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:
             raise ValueError("kv_cache_memory_bytes: can't be combined with num_gpu_blocks_override")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:

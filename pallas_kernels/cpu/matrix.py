@@ -187,9 +187,7 @@ class Matrix:
         starts = range(0, PACKED // 2, self.lanes)
         return [code.cast("zext", code.load_vector(address, (k >> 1) + n, I8, self.lanes), I32) for n in starts]
 
-    def finish(
-        self, sums: Value, row: Value, load_vector: Callable[..., Value], added: Value | None = None
-    ) -> Value:
+    def finish(self, sums: Value, row: Value, load_vector: Callable[..., Value], added: Value | None = None) -> Value:
         """Return the sums of several outputs, from `row` on among those of all experts, scaled and with their bias.
 
         `added` is added to them.

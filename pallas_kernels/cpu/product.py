@@ -91,7 +91,8 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
-    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, options.added is not None)
+    adds = options.added is not None
+    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, adds)
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
@@ -390,8 +391,8 @@ class _Writer:
                     code.store(code.element(totals, lane), block.sums_to, block.width * (r + j) + (o + i))
 
     def _finish(
-        self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value, bounds: tuple[Value, Value], of_row: Value,
-        y: Value, rows: Value, count: Value,
+        self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
+        bounds: tuple[Value, Value], of_row: Value, y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds

@@ -33,8 +33,8 @@ _HOMES = {
 }
 __all__ = [
     "LLM", "AsyncEngine", "BeamSearchParams", "CompletionOutput", "Engine", "EngineConfig", "InvalidParameter", "Llama",
-    "LoRARequest", "ModelConfig", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "load", "quantize",
-    "shard",
+    "LoRARequest", "ModelConfig", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+    "load", "quantize", "shard",
 ]  # fmt: skip
 
 

@@ -124,8 +124,9 @@ class LLM:
         jobs: list[_Job] = []
         for prompt, one, rank, lora in zip(prompt_list, each, ranks, adapters):
             token_ids, text, salt = self.read_prompt(prompt)
-            of_request = {"prompt": text, "cache_salt": salt, "priority": rank}
-            jobs.append((token_ids, one, RequestOptions(**of_request, adapter=self._adapter(lora))))
+            adapter = self._adapter(lora)
+            options = RequestOptions(prompt=text, cache_salt=salt, priority=rank, adapter=adapter)
+            jobs.append((token_ids, one, options))
         requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
         for metrics in (request.metrics for request in requests):
             metrics.arrival_time = arrival_time
@@ -365,11 +366,11 @@ class LLM:
         if self._module and self._module.has_changed:
             self._control(UpdateParams(self._module.module))
 
-    def _add(self, tokens: list[int], params: Params, **placing: Unpack[RequestOptions]) -> Request:
+    def _add(self, tokens: list[int], params: Params, **options: Unpack[RequestOptions]) -> Request:
         """Queue a request."""
-        wanted = params.structured_outputs
-        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
-        return self.engine.add(str(next(self._request_ids)), tokens, params, constraint=constraint, **placing)
+        if params.structured_outputs and self._grammars:
+            options["constraint"] = self._grammars.compile(params.structured_outputs)
+        return self.engine.add(str(next(self._request_ids)), tokens, params, **options)
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
         return [request_output(request, self.engine.vocabulary) for request in requests]

@@ -89,8 +89,8 @@ class StepPlan:
     """Work of one step.
 
     The order is: blocks to the host, block copies, blocks from the host, the rows that are copied, admitted and
-    changed, the adapters, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its last sample,
-    which stays on the device.
+    changed, the adapters, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its
+    last sample, which stays on the device.
 
     Attributes:
         swap_out: for each request that is swapped out, its blocks and their places on the host, then its pages: -1 - p

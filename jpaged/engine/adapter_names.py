@@ -15,7 +15,7 @@ class AdapterNames:
         self._retired = set[int]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
+        return iter([*self._numbers])
 
     def number(self, name: str | None) -> int | None:
         """Return the number of a name; InvalidParameter if there is no such adapter."""

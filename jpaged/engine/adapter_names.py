@@ -17,6 +17,9 @@ class AdapterNames:
     def __iter__(self) -> Iterator[str]:
         return iter([*self._numbers])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
     def number(self, name: str | None) -> int | None:
         """Return the number of a name; InvalidParameter if there is no such adapter."""
         if name is not None and name not in self._numbers:

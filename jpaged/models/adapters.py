@@ -105,9 +105,10 @@ class SlotsForm:
         pairs, numpy = [], not any(isinstance(a, jax.Array) for a, _ in adapter.pairs.values())
         module: Any = np if numpy else jnp
         for name, (outputs, inputs) in self.layers.items():
-            a, b = adapter.pairs.get(name, Pair(np.zeros((0, inputs), np.float32), np.zeros((outputs, 0), np.float32)))
-            rest = self.rank - len(a)
-            pairs.append(Pair(module.pad(a, ((0, rest), (0, 0))), module.pad(b, ((0, 0), (0, rest)))))
+            nothing = Pair(np.zeros((0, inputs), np.float32), np.zeros((outputs, 0), np.float32))
+            pair = adapter.pairs.get(name, nothing)
+            rest = self.rank - len(pair.a)
+            pairs.append(Pair(module.pad(pair.a, ((0, rest), (0, 0))), module.pad(pair.b, ((0, 0), (0, rest)))))
         as_served = lambda array: array.astype(self.dtype)
         scales = np.array([[adapter.scales.get(name, 1.0)] for name in self.layers], np.float32)
         return Slots(jax.tree.map(as_served, tuple(pairs)), scales)
@@ -127,9 +128,9 @@ def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike) -> Slot
 def write_slot(slots: Slots, adapter: Slots, slot: jax.Array) -> Slots:
     """Return slots with one of them, an int32 scalar, replaced by an adapter, which has one slot."""
     place, pairs = jax.lax.dynamic_update_slice_in_dim, []
-    for of_all, one in zip(slots.pairs, adapter.pairs, strict=True):
-        first = slot * len(one.a)
-        pairs.append(Pair(place(of_all.a, one.a, first, axis=0), place(of_all.b, one.b, first, axis=1)))
+    for (all_a, all_b), (a, b) in zip(slots.pairs, adapter.pairs):
+        first = slot * a.shape[0]
+        pairs.append(Pair(place(all_a, a, first, axis=0), place(all_b, b, first, axis=1)))
     return Slots(tuple(pairs), place(slots.scales, adapter.scales, slot, axis=1))
 
 

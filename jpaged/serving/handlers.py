@@ -12,7 +12,17 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, UnloadAdapter, UpdateParams, WakeUp
+from jpaged.core.commands import (
+    PARTS,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    UpdateParams,
+    WakeUp,
+)
 from jpaged.serving import info
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import Handler, Operation

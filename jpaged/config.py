@@ -333,8 +333,6 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
         Speculation.of(self.speculative_config)
-        if self.lora_modules and not self.enable_lora:
-            raise ValueError("lora_modules: needs enable_lora")
         if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:
             raise ValueError("kv_cache_memory_bytes: can't be combined with num_gpu_blocks_override")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
@@ -342,6 +340,11 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+
+    @property
+    def num_adapters(self) -> int:
+        """Slots for adapters, 0 for an engine without."""
+        return self.max_loras if self.enable_lora or self.lora_modules else 0
 
     def num_seqs(self, default: int) -> int:
         """Return `max_num_seqs`, or a default that `max_num_batched_tokens` may lower."""

@@ -140,8 +140,9 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False
-    ) -> list[list[float]]:
+        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False,
+        lora_request: LoRA = None,
+    ) -> list[list[float]]:  # fmt: skip
         """Return the model's own logprob of each token of the completions, each after its prompt.
 
         A prompt and its completion together must be shorter than `max_model_len`.
@@ -149,6 +150,7 @@ class LLM:
         Args:
             completions: one for each prompt. A text is encoded by itself, with the tokenizer's special tokens, if it
                 adds any: token ids are exact.
+            lora_request: as in `generate`, for all prompts.
 
         Raises:
             InvalidParameter: the numbers differ, or the engine can't serve a sequence.
@@ -160,7 +162,8 @@ class LLM:
         wholes = [
             {"prompt_token_ids": tokens + more, "cache_salt": salt} for (tokens, _, salt), more in zip(before, after)
         ]
-        outputs = self.generate(wholes, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=use_tqdm)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = self.generate(wholes, params, use_tqdm=use_tqdm, lora_request=lora_request)
         scores = []
         for output, (tokens, _, _), more in zip(outputs, before, after):
             logprobs = (output.prompt_logprobs or [])[len(tokens) :]

@@ -10,6 +10,7 @@ import pytest
 from jpaged import LLM, BeamSearchParams, InvalidParameter, LoRARequest, SamplingParams
 from tests.core.test_adapter_slots import assert_slots
 from tests.models.test_adapters import write_adapter
+from jpaged.rl import RolloutWorker
 from tests.runtime.test_runner import Compilations
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
@@ -40,7 +41,7 @@ def directory(tmp_path_factory):
 
 def engine(directory, **settings) -> LLM:
     settings = dict(
-        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=96, block_size=8, num_gpu_blocks_override=30,
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=96, block_size=8, num_gpu_blocks_override=22,
         seed=1, progress=False,
     ) | settings  # fmt: skip
     with few_shapes():
@@ -51,6 +52,7 @@ def engine(directory, **settings) -> LLM:
 def llm(directory) -> LLM:
     """An engine with two slots, five adapters of different rank, and blocks for few requests."""
     llm = engine(directory, enable_lora=True, max_loras=2, max_lora_rank=8)
+    llm.engine.scheduler.headroom = 0  # so that requests are preempted
     form = llm.engine.runner.adapters.form
     for number, name in enumerate(NAMES):
         llm.load_adapter(name, tree_of(form, number, (1, 8, 3, 5, 2)[number]), scale=1 + number / 4)
@@ -202,6 +204,27 @@ class TestLoading:
         llm.unload_adapter("saved")
 
 
+class TestRollouts:
+    def test_of_an_adapter_that_is_updated(self, llm):
+        """Two workers share the engine; the update of one changes nothing for the other."""
+        form = llm.engine.runner.adapters.form
+        params = SamplingParams(n=2, max_tokens=8, temperature=1, seed=3, ignore_eos=True)
+        workers = [RolloutWorker(llm, width=32, adapter=name, scale=0.5) for name in ("one", "two")]
+        for number, worker in enumerate(workers):
+            worker.update(tree_of(form, 40 + number, 4))
+        before = [worker.generate(["abc", "q"], params) for worker in workers]
+        for worker, rollouts in zip(workers, before):
+            np.testing.assert_allclose(worker.score(rollouts), rollouts.logprobs, atol=1e-4)
+        assert (before[0].tokens != before[1].tokens).any()
+        workers[0].update(tree_of(form, 50, 4))
+        after = [worker.generate(["abc", "q"], params) for worker in workers]
+        np.testing.assert_array_equal(after[1].tokens, before[1].tokens)
+        np.testing.assert_array_equal(after[1].logprobs, before[1].logprobs)
+        assert (after[0].tokens != before[0].tokens).any()
+        for name in ("one", "two"):
+            llm.unload_adapter(name)
+
+
 class TestErrors:
     def test_of_names(self, llm):
         with pytest.raises(InvalidParameter, match=r"^adapter: 'none' is not loaded; loaded: a0, a1, a2, a3, a4$"):
@@ -222,8 +245,7 @@ class TestErrors:
     def test_without_slots(self, directory):
         with pytest.raises(ValueError, match=r"^adapter: this engine has no slots for adapters \(enable_lora\)$"):
             engine(directory).load_adapter("x", {})
-        with pytest.raises(ValueError, match=r"^lora_modules: needs enable_lora$"):
-            engine(directory, lora_modules={"x": "y"})
+
 
     def test_certificates_name_the_adapter(self, llm):
         params = dataclasses.replace(GREEDY, certificate=True)

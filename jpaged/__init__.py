@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
+    from jpaged.core.lora_request import LoRARequest
     from jpaged.core.params import BeamSearchParams, InvalidParameter, SamplingParams, StructuredOutputsParams
     from jpaged.core.request import CompletionOutput, RequestMetrics, RequestOutput
     from jpaged.engine.async_engine import AsyncEngine
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "config": ("EngineConfig",),
+    "core.lora_request": ("LoRARequest",),
     "core.params": ("BeamSearchParams", "InvalidParameter", "SamplingParams", "StructuredOutputsParams"),
     "core.request": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "engine.async_engine": ("AsyncEngine",),
@@ -31,8 +33,8 @@ _HOMES = {
 }
 __all__ = [
     "LLM", "AsyncEngine", "BeamSearchParams", "CompletionOutput", "Engine", "EngineConfig", "InvalidParameter", "Llama",
-    "ModelConfig", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "load", "quantize",
-    "shard",
+    "LoRARequest", "ModelConfig", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+    "load", "quantize", "shard",
 ]  # fmt: skip
 
 

@@ -207,7 +207,9 @@ class Limits:
         return 2 * self.max_num_batched_tokens
 
 
-_model, _memory, _scheduling = (partial(setting, group=group) for group in ("model", "memory", "scheduling"))
+_model, _adapters, _memory, _scheduling = (
+    partial(setting, group=group) for group in ("model", "adapters", "memory", "scheduling")
+)
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,16 @@ class EngineConfig:
     )  # fmt: skip
     kernels: str = _model(
         "auto", "attention kernels; auto: the fastest that the device and the model allow", choices=KERNELS
+    )
+
+    enable_lora: bool = _adapters(False, "keep slots for low-rank adapters (LoRA), which requests choose by name")
+    max_loras: int = _adapters(8, "slots: adapters of running requests; others wait on the host", low=1, unit="SLOTS")
+    max_lora_rank: int = _adapters(16, "largest rank of an adapter", low=1, high=512, unit="RANK")
+    lora_dtype: str = _adapters(
+        "auto", "dtype of adapters in their slots; auto: that of activations", choices=("auto", *DTYPES)
+    )
+    lora_modules: Mapping[str, Any] | None = _adapters(
+        None, 'adapters that are loaded at the start, as PEFT saves them: {"name": "directory"}', by="none", unit="JSON"
     )
 
     gpu_memory_utilization: float = _memory(
@@ -328,6 +340,11 @@ class EngineConfig:
                 f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+
+    @property
+    def num_adapters(self) -> int:
+        """Slots for adapters, 0 for an engine without."""
+        return self.max_loras if self.enable_lora or self.lora_modules else 0
 
     def num_seqs(self, default: int) -> int:
         """Return `max_num_seqs`, or a default that `max_num_batched_tokens` may lower."""

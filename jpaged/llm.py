@@ -19,15 +19,17 @@ from jpaged.chat import Encoder, prompt_of
 from jpaged.config import EngineConfig
 from jpaged.core import commands
 from jpaged.core.commands import Command, InFlight, PauseMode, Sleep, UpdateParams, WakeUp
+from jpaged.core.lora_request import LoRARequest
 from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
 from jpaged.core.request import Request, RequestOutput
-from jpaged.engine.engine import Placing
+from jpaged.engine.engine import RequestOptions
 from jpaged.engine.guard import Guard
 from jpaged.engine.output import request_output
 from jpaged.flags import engine_settings
 from jpaged.models.base import Model
 from jpaged.replay.comparison import Identity, Replay, replay
 from jpaged.runtime.parameters import ModuleArrays
+from jpaged.start.adapter import adapter_command
 from jpaged.start.load import load_engine
 from jpaged.tokenizer import encode
 from jpaged.worker import POLL_S, Worker
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 # A text, token ids (an array or a list), or {"prompt": text or "prompt_token_ids": ids, "cache_salt": text}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-_Job = tuple[list[int], Params, Placing]  # the token ids of a request that has not been added yet, and the rest
+LoRA = str | LoRARequest | None
+_Job = tuple[list[int], Params, RequestOptions]  # the token ids of a request that has not been added yet, and the rest
 BINARY = (bytes, bytearray, memoryview)  # no prompts, although they are sequences of integers
 
 
@@ -89,7 +92,7 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] | None = None, *,
-        use_tqdm: bool = True, priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True, priority: int | Sequence[int] = 0, lora_request: LoRA | Sequence[LoRA] = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate for each prompt and return the results in the order of the prompts.
 
@@ -99,6 +102,8 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar.
             priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
+            lora_request: the adapter of all prompts, or one for each: its name, or a `LoRARequest`, which is loaded
+                when its name is new; None: the model alone.
 
         Raises:
             InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
@@ -108,7 +113,8 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [params] * len(prompt_list) if isinstance(params, Params) else list(params)
         ranks = [rank] * len(prompt_list) if isinstance(rank, int) else list(rank)
-        for name, values in (("sampling_params", each), ("priority", ranks)):
+        adapters = [lora_request] * len(prompt_list) if isinstance(lora_request, LoRA) else list(lora_request)
+        for name, values in (("sampling_params", each), ("priority", ranks), ("lora_request", adapters)):
             if len(values) != len(prompt_list):
                 raise InvalidParameter(
                     name, f"must be one or as many as prompts ({len(prompt_list)}), not {len(values)}"
@@ -116,9 +122,11 @@ class LLM:
         if wrong := [shown(one) for one in each if not isinstance(one, Params)]:
             raise InvalidParameter("sampling_params", f"must be SamplingParams or BeamSearchParams, not {wrong[0]}")
         jobs: list[_Job] = []
-        for prompt, one, rank in zip(prompt_list, each, ranks):
+        for prompt, one, rank, lora in zip(prompt_list, each, ranks, adapters):
             token_ids, text, salt = self.read_prompt(prompt)
-            jobs.append((token_ids, one, {"prompt": text, "cache_salt": salt, "priority": rank}))
+            adapter = self._adapter(lora)
+            options = RequestOptions(prompt=text, cache_salt=salt, priority=rank, adapter=adapter)
+            jobs.append((token_ids, one, options))
         requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
         for metrics in (request.metrics for request in requests):
             metrics.arrival_time = arrival_time
@@ -132,8 +140,9 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False
-    ) -> list[list[float]]:
+        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False,
+        lora_request: LoRA = None,
+    ) -> list[list[float]]:  # fmt: skip
         """Return the model's own logprob of each token of the completions, each after its prompt.
 
         A prompt and its completion together must be shorter than `max_model_len`.
@@ -141,6 +150,7 @@ class LLM:
         Args:
             completions: one for each prompt. A text is encoded by itself, with the tokenizer's special tokens, if it
                 adds any: token ids are exact.
+            lora_request: as in `generate`, for all prompts.
 
         Raises:
             InvalidParameter: the numbers differ, or the engine can't serve a sequence.
@@ -152,7 +162,8 @@ class LLM:
         wholes = [
             {"prompt_token_ids": tokens + more, "cache_salt": salt} for (tokens, _, salt), more in zip(before, after)
         ]
-        outputs = self.generate(wholes, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=use_tqdm)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = self.generate(wholes, params, use_tqdm=use_tqdm, lora_request=lora_request)
         scores = []
         for output, (tokens, _, _), more in zip(outputs, before, after):
             logprobs = (output.prompt_logprobs or [])[len(tokens) :]
@@ -218,6 +229,33 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer: the given one, else Hugging Face's; None if there is none."""
         return self.tokenizer
+
+    def load_adapter(self, name: str, source: Any, *, scale: float = 1.0) -> None:
+        """Serve an adapter under a name, in place of an earlier one of this name. Nothing is compiled.
+
+        Args:
+            source: a directory, as PEFT saves an adapter; an `nnx.Module` or `nnx.State` with `nnx.LoRA` layers; or
+                nested dicts with `lora_a` [I, r] and `lora_b` [r, O] below the names of layers.
+            scale: factor of the adapter's products, such as alpha / r; that of a directory is in its config.
+
+        Raises:
+            ValueError: the engine has no slots (`enable_lora`), or the adapter does not fit; the message names the
+                field, the layer and the limit.
+        """
+        command = adapter_command(self.engine.runner, name, source, scale)
+        self._worker.run(lambda stop: self._control(command))
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve no adapter under a name. Raises ValueError if there is none."""
+        self._worker.run(lambda stop: self._control(commands.UnloadAdapter(name)))
+
+    def _adapter(self, lora: LoRA) -> str | None:
+        """Return the name of a request's adapter, which is loaded if it is new."""
+        if isinstance(lora, LoRARequest):
+            if lora.lora_name not in self.engine.adapters:
+                self.load_adapter(lora.lora_name, lora.lora_path)
+            return lora.lora_name
+        return lora
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, once the calls before this one have ended."""
@@ -331,11 +369,11 @@ class LLM:
         if self._module and self._module.has_changed:
             self._control(UpdateParams(self._module.module))
 
-    def _add(self, tokens: list[int], params: Params, **placing: Unpack[Placing]) -> Request:
+    def _add(self, tokens: list[int], params: Params, **options: Unpack[RequestOptions]) -> Request:
         """Queue a request."""
-        wanted = params.structured_outputs
-        constraint = self._grammars.compile(wanted) if wanted and self._grammars else None
-        return self.engine.add(str(next(self._request_ids)), tokens, params, constraint=constraint, **placing)
+        if params.structured_outputs and self._grammars:
+            options["constraint"] = self._grammars.compile(params.structured_outputs)
+        return self.engine.add(str(next(self._request_ids)), tokens, params, **options)
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
         return [request_output(request, self.engine.vocabulary) for request in requests]

@@ -95,6 +95,11 @@ def check_product(x_ti: jax.Array, weights: tuple[Weight, ...], options: Product
         check_array("tokens_m", tokens_m, (rows,), jnp.int32)
     if (wanted_t := options.wanted_t) is not None:
         check_array("wanted_t", wanted_t, (rows,) if tokens_m is None else wanted_t.shape, jnp.bool_)
+    if options.added is not None:
+        if len(options.added) != len(weights):
+            raise ValueError(f"added: {len(options.added)} arrays for {len(weights)} weights")
+        for weight, more in zip(weights, options.added):
+            check_array("added", more, (rows, weight.shape[0]), jnp.float32)
 
 
 def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> None:

@@ -226,6 +226,7 @@ class Ops:
         wanted_t: jax.Array | None = None,
         sizes_e: jax.Array | None = None,
         tokens_m: jax.Array | None = None,
+        added: tuple[jax.Array, ...] | None = None,
     ) -> jax.Array:
         """Compute the product of rows with a weight, f(x W^T + b), or gated f(x W^T + b) * (x U^T + c).
 
@@ -235,20 +236,25 @@ class Ops:
             x_ti: [T, I], float32, bfloat16 or float16.
             up: the weight U of a gated product; None: it is not gated. With the activation swiglu_oai of gpt-oss, the
                 second factor is clipped to ±7 and 1 is added.
-            activation, dtype, wanted_t, sizes_e, tokens_m: see `ProductOptions`.
+            activation, dtype, wanted_t, sizes_e, tokens_m, added: see `ProductOptions`.
 
         Returns:
             [T, O].
         """
-        options = ProductOptions(activation, up is not None, dtype, wanted_t, sizes_e, tokens_m)
+        options = ProductOptions(activation, up is not None, dtype, wanted_t, sizes_e, tokens_m, added)
         (y_to,) = self._multiply(x_ti, (weight,) if up is None else (weight, up), options)
         return y_to
 
     def products(
-        self, x_ti: jax.Array, *weights: Weight, dtype: DTypeLike | None = None, wanted_t: jax.Array | None = None
+        self,
+        x_ti: jax.Array,
+        *weights: Weight,
+        dtype: DTypeLike | None = None,
+        wanted_t: jax.Array | None = None,
+        added: tuple[jax.Array, ...] | None = None,
     ) -> tuple[jax.Array, ...]:
         """Compute the products of the same rows with several weights, as `product` does, in one pass."""
-        return self._multiply(x_ti, weights, ProductOptions(dtype=dtype, wanted_t=wanted_t))
+        return self._multiply(x_ti, weights, ProductOptions(dtype=dtype, wanted_t=wanted_t, added=added))
 
     def delta_rule(
         self,

@@ -121,6 +121,7 @@ class ProductOptions:
         sizes_e: [E] int32, number of rows of each expert; rows are sorted by expert, and rows past the last expert's
             may be 0. None: the weights are no experts'.
         tokens_m: [M] int32, the element of `wanted_t` that a row of x belongs to; None: that of its own number.
+        added: for each weight [T, O] float32, added to its sums and their bias before the activation; None: nothing.
     """
 
     activation: str | None = field(default=None, metadata={"static": True})
@@ -129,3 +130,4 @@ class ProductOptions:
     wanted_t: jax.Array | None = None
     sizes_e: jax.Array | None = None
     tokens_m: jax.Array | None = None
+    added: tuple[jax.Array, ...] | None = None

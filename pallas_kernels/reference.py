@@ -110,6 +110,8 @@ def finished(
         y if weight.bias is None else y + _bias(weight.bias, len(y), options).astype(y.dtype)
         for y, weight in zip(sums, weights)
     ]
+    if options.added is not None:
+        ys = [y + more for y, more in zip(ys, options.added, strict=True)]
     if options.gated:
         ys = [gated(options.activation, *ys)]
     elif options.activation:

@@ -62,10 +62,7 @@ def with_derivatives(define: Product) -> Callable[[Product], Product]:
 
         @op.defjvp
         def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-            x_ti, weights, options = primals
-            _, tangents_to = jax.jvp(
-                lambda x_ti, weights: define(x_ti, weights, options), (x_ti, weights), tangents[:2]
-            )
+            _, tangents_to = jax.jvp(define, primals, tangents)
             return op(*primals), tangents_to
 
         return op

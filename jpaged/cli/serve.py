@@ -84,7 +84,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "number of engines behind one address, or MIN:MAX to follow the load; needs --ray (default: 1)"
     add("--replicas", metavar="N", help=text)
     parser.add_argument_group("trainers").add_argument("--enable-weight-updates", action="store_true",
-        help="serve /pause, /resume, /update_weights, /sleep and /wake_up to clients with an API key")  # fmt: skip
+        help="serve /pause, /resume, /update_weights, /sleep, /wake_up and the loading of adapters to clients with "
+        "an API key")  # fmt: skip
     _add_chat_flags(parser.add_argument_group("chat"))
     add_settings(parser, EngineConfig, positional="model")
     add_settings(parser, Nodes)
@@ -174,6 +175,7 @@ def _serve(
             followers = stack.enter_context(leading(nodes, engine_config))
             # Loading jax takes seconds. --help and a bad flag do not need it.
             from jpaged.serving.serve import serve
+            from jpaged.start.adapter import adapter_command
             from jpaged.start.load import load_params, start_engine
             from jpaged.start.setup import on_further_devices, prepare
 
@@ -184,6 +186,7 @@ def _serve(
             lead = followers.lead if followers else None
             setups = on_further_devices(setup, args.data_parallel_size)
             engines = [start_engine(each, progress=bars, lead=lead) for each in setups]
+        read_adapter = functools.partial(adapter_command, engines[0].runner)
         tokenizer, resolved, model = setup.tokenizer, setup.resolved, setup.resolved.model
         service = Service(
             engines, tokenizer, (args.served_model_name or [args.model])[0], config,
@@ -196,6 +199,7 @@ def _serve(
                 "quantization": resolved.weights,
             },
             load_params=read_params if config.enable_weight_updates else None,
+            load_adapter=read_adapter if config.enable_weight_updates else None,
         )  # fmt: skip
         if config.chat_template or (tokenizer is not None and sources_of(tokenizer)):
             service.templates.start()  # which takes seconds

@@ -105,7 +105,39 @@ class ResetPrefixCache:
     """Drop all cached prefixes. Blocks that running requests have computed so far are never cached either."""
 
 
-Command = Pause | Resume | Sleep | WakeUp | UpdateParams | ResetPrefixCache
+@dataclass(frozen=True, eq=False)
+class LoadAdapter:
+    """Serve an adapter under a name. Requests that have an earlier adapter of this name end with that one.
+
+    Attributes:
+        adapter: a `jpaged.models.adapters.Adapter`.
+        number: the number by which plans name the adapter; the engine chooses it.
+
+    Raises:
+        ValueError: the adapter does not fit, or there are no slots; nothing is changed.
+    """
+
+    name: str
+    adapter: Any
+    number: int = -1
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """Serve no adapter under a name. Requests that have it end with it.
+
+    Attributes:
+        number: as in `LoadAdapter`, for a runner, which forgets the adapter at once.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    name: str
+    number: int = -1
+
+
+Command = Pause | Resume | Sleep | WakeUp | UpdateParams | ResetPrefixCache | LoadAdapter | UnloadAdapter
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -22,6 +22,7 @@ class Memory:
         swap_costs: of a block and of a page, as in `Scheduler`.
         exact: tokens of outputs are computed one by one, also after a preemption, and are not in the prefix cache: they
             are attended in another order than tokens of prompts, which the same text may be later.
+        num_adapters: number of slots for adapters.
 
     Attributes:
         leaving: ended sequences whose row and blocks a step in flight may still write.
@@ -29,9 +30,9 @@ class Memory:
 
     def __init__(
         self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str,
-        swap_costs: tuple[float, float], exact: bool = False,
+        swap_costs: tuple[float, float], exact: bool = False, num_adapters: int = 0,
     ):  # fmt: skip
-        self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows)
+        self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows, num_adapters)
         self.preemption, self.swap_costs, self.exact = preemption, swap_costs, exact
         self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
         self.leaving: set[Sequence] = set()
@@ -286,6 +287,9 @@ class Memory:
         assert all(sequence.finish_reason and sequence.in_flight for sequence in leaving), "nothing leaves"
         rows = Counter([*(sequence.row for sequence in (*running, *leaving)), *self.rows.free])
         assert rows == Counter(range(self.rows.size)), f"rows: {rows}"
+        self.rows.adapters.check_invariants(
+            each.request.adapter for each in (*running, *leaving) if each.row is not None
+        )
         for sequence in waiting:
             assert sequence.row is None, "a waiting request holds a row"
             on_host = sequence.table.pool is self.host_pool

@@ -17,6 +17,7 @@ Pairs = tuple[tuple[int, int], ...]  # (source, destination)
 # Pages that an entry of a plan reads: of no state, before a first token; the one of the entry before it, in the same
 # row. A page that it writes: none.
 NO_STATE, CONTINUES, NOWHERE = -1, -2, -1
+NO_SLOT = -1  # of a sequence without an adapter
 
 
 class ParamsDeleted(RuntimeError):
@@ -51,6 +52,7 @@ class Admitted:
         num_scored: number of prompt tokens, without the first, that already have a logprob; None: no logprobs of the
             prompt are wanted.
         banned: tokens that no sample may be.
+        adapter_slot: the slot of its adapter, or `NO_SLOT`.
     """
 
     row: int
@@ -62,6 +64,7 @@ class Admitted:
     num_top: int | None = None
     num_scored: int | None = None
     banned: tuple[int, ...] = ()
+    adapter_slot: int = NO_SLOT
 
 
 class Chosen(NamedTuple):
@@ -86,8 +89,8 @@ class StepPlan:
     """Work of one step.
 
     The order is: blocks to the host, block copies, blocks from the host, the rows that are copied, admitted and
-    changed, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its last sample,
-    which stays on the device.
+    changed, the adapters, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its
+    last sample, which stays on the device.
 
     Attributes:
         swap_out: for each request that is swapped out, its blocks and their places on the host, then its pages: -1 - p
@@ -100,6 +103,7 @@ class StepPlan:
         drafts: (index in `rows`, token) of the entries whose token is a draft.
         pages: for models with recurrent layers, the pages that each of `rows` reads its state from and writes it to,
             counted from 0, or `NO_STATE`, `CONTINUES` and `NOWHERE`.
+        adapters: (adapter, slot) of the adapters that are loaded into slots before the step.
     """
 
     rows: tuple[Scheduled, ...] = ()
@@ -114,6 +118,7 @@ class StepPlan:
     masked: tuple[tuple[int, frozenset[int]], ...] = ()
     drafts: Pairs = ()
     pages: Pairs = ()
+    adapters: Pairs = ()
 
     @property
     def num_tokens(self) -> int:

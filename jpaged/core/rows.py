@@ -3,20 +3,25 @@
 import itertools
 from typing import Any
 
+from jpaged.core.adapter_slots import AdapterSlots
 from jpaged.core.plan import Admitted, Chosen, Entry
 from jpaged.core.request import Sequence
 
 
 class Rows:
-    """Rows of `size` sequences. A running sequence has one, on host and device, from admission to release."""
+    """Rows of `size` sequences. A running sequence has one, on host and device, from admission to release.
 
-    def __init__(self, size: int):
-        self.size = size
+    It holds a slot for its adapter as long.
+    """
+
+    def __init__(self, size: int, num_adapters: int = 0):
+        self.size, self.adapters = size, AdapterSlots(num_adapters)
         self.clear()
 
     def clear(self) -> None:
         """Release every row and drop all differences."""
         self._sequences: list[Sequence | None] = [None] * self.size
+        self.adapters.clear()
         self.free = list(range(self.size))
         self._copies: dict[int, int] = {}  # {destination: source}: a later copy replaces an earlier one
         self._admitted: dict[int, Admitted] = {}
@@ -42,12 +47,14 @@ class Rows:
             request.num_top,
             num_scored=None if request.params.prompt_logprobs is None else len(request.prompt_samples),
             banned=request.bans.single_tokens,
+            adapter_slot=self.adapters.take(request.adapter),
         )
 
     def fork(self, sequence: Sequence, child: Sequence) -> None:
         """Give a branch a row with the state of its parent."""
         assert sequence.row is not None
         self._copies[self._take(child)] = sequence.row
+        self.adapters.take(child.request.adapter)
 
     def choose(self, sequence: Sequence) -> None:
         """Add the last token of a sequence, which the host has chosen, to the next plan."""
@@ -69,6 +76,7 @@ class Rows:
             return
         sequence.row, sequence.steady_until, self._sequences[row] = None, 0, None
         self.free.append(row)
+        self.adapters.release(sequence.request.adapter)
         self._released[row] = None
         self._copies.pop(row, None)
         self._chosen.pop(row, None)
@@ -83,6 +91,7 @@ class Rows:
             admitted=tuple(self._admitted.values()),
             chosen=tuple(self._chosen.values()),
             entries=tuple(itertools.chain.from_iterable(self._entries.values())),
+            adapters=self.adapters.loads(),
         )
         self._copies, self._admitted, self._chosen, self._entries, self._released = {}, {}, {}, {}, {}
         return differences

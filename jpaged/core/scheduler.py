@@ -13,6 +13,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 
 from jpaged.config import Limits
+from jpaged.core.adapter_slots import Passing, salt_with
 from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
@@ -59,6 +60,7 @@ class Scheduler:
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
         decode_costs, draft_model: as in `Drafting`.
+        num_adapters: as in `Memory`.
 
     Attributes:
         drafting: the drafts of requests.
@@ -87,6 +89,7 @@ class Scheduler:
         headroom: int = 0,
         decode_costs: DecodeCosts = UNKNOWN,
         draft_model: DraftModelLimits | None = None,
+        num_adapters: int = 0,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
@@ -95,7 +98,7 @@ class Scheduler:
         self.step_overhead, self.headroom = step_overhead, headroom
         self.drafting = Drafting(limits, pool, decode_costs, draft_model)
         swap_costs = block_swap_cost, page_swap_cost
-        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact)
+        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact, num_adapters)
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
         self.holds_new = False
@@ -104,6 +107,7 @@ class Scheduler:
         self.num_drafted = self.num_drafts = self.num_kept = 0
         self._arrivals = itertools.count()
         self._turns = Turns()
+        self._passing = Passing()
         self._in_flight: deque[PlannedStep] = deque()
         self._must_drain = False  # something must be preempted before the next plan
         self._restarted: list[Request] = []  # by `recover`, since the last plan
@@ -164,6 +168,7 @@ class Scheduler:
         client: str | None = None,
         tenant: str | None = None,
         cache_salt: str = "",
+        adapter: int | None = None,
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
         """Queue a request. The arguments are as in `make_request` and `Request`.
@@ -176,7 +181,8 @@ class Scheduler:
         if priority and self.policy != "priority":
             raise InvalidParameter("priority", f"must be 0 under the policy {self.policy!r}, not {priority}")
         request = make_request(request_id, prompt_token_ids, params, seed, bad_words, self.capacity)
-        request.prompt, request.client, request.tenant, request.cache_salt = prompt, client, tenant, cache_salt
+        request.prompt, request.client, request.tenant, request.adapter = prompt, client, tenant, adapter
+        request.cache_salt = salt_with(adapter, cache_salt)
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         request.sequences[0].drafter = self.drafting.drafter_of(request)
@@ -281,6 +287,8 @@ class Scheduler:
         num_seats, reserved = step.claims()
         while budget > 0 and (request := self._next_waiting(shares)):
             step.at = request
+            if not self.rows.adapters.has_room(request.adapter):
+                break
             growth = num_seats * self.headroom * len(self.pool.windows) // self.pool.block_size
             num_seats += request.seats
             if num_seats + step.num_further > self.limits.max_num_seqs:
@@ -300,7 +308,7 @@ class Scheduler:
             return self.waiting.first_admitted
         if shares:
             return shares.next_waiting()
-        return self.waiting.first if self.waiting else None
+        return self._passing.next(self.waiting, self.rows.adapters) if self.waiting else None
 
     def _admit(self, request: Request, reserved: int, step: PlannedStep) -> bool:
         """Let a waiting request run if all its tokens fit, in addition to its swapped or cached blocks."""
@@ -318,6 +326,7 @@ class Scheduler:
                 first.num_cached_tokens = first.num_computed_tokens
                 self.prefix_queries += first.num_tokens
                 self.prefix_hits += first.num_cached_tokens
+        self._passing.admit(request)
         step.admit(request)
         self._turns.start(request.rank[1])
         return True

@@ -19,14 +19,14 @@ class Identified(Protocol):
     def numerics(self) -> Mapping[str, str | int]:
         """Versions, dtypes, kernels and sizes that the bits of an output depend on."""
 
-    def fingerprint(self) -> str | None:
-        """Return the hash of the present parameters; None if there are none."""
+    def fingerprint(self, adapter: int | None = None) -> str | None:
+        """Return the hash of the present parameters, followed by an adapter's; None if there are no parameters."""
 
 
 def begin(request: Request, runner: Identified) -> None:
     """Record the fingerprint of the present parameters in a new request, if it wants certificates."""
     if request.params.certificate:
-        request.fingerprints = _present(runner)
+        request.fingerprints = _present(runner, request)
 
 
 def follow(requests: Iterable[Request], runner: Identified, in_flight: InFlight) -> None:
@@ -35,7 +35,7 @@ def follow(requests: Iterable[Request], runner: Identified, in_flight: InFlight)
         if request.params.certificate:
             computed = (sequence.num_output_tokens for sequence in request.sequences)
             depends = request.admitted if in_flight == "keep" else any(computed)
-            request.fingerprints = (request.fingerprints if depends else ()) + _present(runner)
+            request.fingerprints = (request.fingerprints if depends else ()) + _present(runner, request)
 
 
 def certify(sequence: Sequence, runner: Identified) -> None:
@@ -54,6 +54,6 @@ def certify(sequence: Sequence, runner: Identified) -> None:
     sequence.certificate = unsealed.sealed(request.prompt_token_ids, sequence.output_token_ids)
 
 
-def _present(runner: Identified) -> tuple[str, ...]:
-    fingerprint = runner.fingerprint()
+def _present(runner: Identified, request: Request) -> tuple[str, ...]:
+    fingerprint = runner.fingerprint(request.adapter)
     return () if fingerprint is None else (fingerprint,)

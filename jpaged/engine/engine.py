@@ -8,18 +8,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Series
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 from tokenizers import Tokenizer
 
-from jpaged.core.commands import PARTS, Command, Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
+from jpaged.core.commands import (
+    PARTS,
+    Command,
+    LoadAdapter,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    UpdateParams,
+    WakeUp,
+)
 from jpaged.core.commit import Committed
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
 from jpaged.core.scheduler import NO_DRAFTS, Scheduler
 from jpaged.engine import certify
+from jpaged.engine.adapter_names import AdapterNames
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.output import delta_of, whole_deltas
 from jpaged.structured.compiler import GrammarCompiler
@@ -61,7 +74,7 @@ class Runner(certify.Identified, Protocol):
         """
 
     def control(self, command: Command) -> None:
-        """Run `Sleep`, `WakeUp` or `UpdateParams` after the dispatched steps.
+        """Run a command on parameters, memory or adapters after the dispatched steps.
 
         Raises:
             ValueError: that is not possible; nothing is changed.
@@ -155,10 +168,12 @@ class RequestOptions(Placing, total=False):
     Attributes:
         constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
         bad_words: the token ids of `params.bad_words`, from a caller that has them.
+        adapter: the name of the adapter that computes the request; None: the model alone does.
     """
 
     constraint: "Constraint | None"
     bad_words: tuple[tuple[int, ...], ...] | None
+    adapter: str | None
 
 
 class Engine:
@@ -173,6 +188,7 @@ class Engine:
 
     Attributes:
         limits: maximum sizes of sequences and steps.
+        adapters: the names of the adapters that requests may have.
         asleep: the parts whose memory `Sleep` has freed, "weights" or "kv_cache". Until they return, no step begins.
     """
 
@@ -192,6 +208,7 @@ class Engine:
         self._draft_model = draft_model
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: UpdateParams | None = None  # waits until the started requests have ended
+        self.adapters = AdapterNames()
         self._paused: str | None = None  # the mode of `Pause`
         self.asleep: frozenset[str] = frozenset()
 
@@ -240,7 +257,7 @@ class Engine:
 
     def add(
         self, request_id: str, prompt_token_ids: list[int], params: Params, *, constraint: "Constraint | None" = None,
-        bad_words: tuple[tuple[int, ...], ...] | None = None, **placing: Unpack[Placing],
+        bad_words: tuple[tuple[int, ...], ...] | None = None, adapter: str | None = None, **placing: Unpack[Placing],
     ) -> Request:  # fmt: skip
         """Queue a request, with the options of `RequestOptions`.
 
@@ -260,7 +277,10 @@ class Engine:
         tokens = params.truncated(prompt_token_ids, self.limits.max_model_len)
         seed = params.seed if isinstance(params, SamplingParams) else 0
         seed = self._seeds.getrandbits(64) if seed is None else seed
-        request = self.scheduler.add(request_id, tokens, params, seed=seed, bad_words=bad_words, **placing)
+        number = self.adapters.number(adapter)
+        request = self.scheduler.add(
+            request_id, tokens, params, seed=seed, bad_words=bad_words, adapter=number, **placing
+        )
         request.metrics.queued_ts = self._clock()
         try:
             self._equip(request, constraint)
@@ -324,7 +344,23 @@ class Engine:
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
                 self._tell_draft_model(command)
+            case LoadAdapter(name):
+                numbered = replace(command, number=self.adapters.next_number())
+                self.runner.control(numbered)
+                self.adapters.add(name, numbered.number)
+                self._drop_adapters()
+            case UnloadAdapter(name):
+                self.adapters.remove(name)
+                self._drop_adapters()
         return StepOutput()
+
+    def _drop_adapters(self) -> None:
+        """Forget the adapters without a name that no request has."""
+        slots = self.scheduler.rows.adapters
+        wanted = {request.adapter for request in self.scheduler.requests.values()}
+        for number in self.adapters.take_unused(lambda number: number in wanted or slots.is_used(number)):
+            slots.forget(number)
+            self.runner.control(UnloadAdapter("", number))
 
     def _tell_draft_model(self, command: Command) -> None:
         if self._draft_model is not None:

@@ -4,7 +4,7 @@ A module with products has the attribute `product`, by default the definition in
 replaces it by the kernels of a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,13 @@ class Linear(nnx.Module):
     """Linear layer y = x W^T + b, with a weight [out, in], as Hugging Face stores it, whose axes have these names.
 
     `jpaged.models.quantized` may replace the weight by a quantized one, and add `weight_scale` and `weight_min`.
+
+    Attributes:
+        adapter: the adapters of a step, as `jpaged.models.adapters.Adapting`, and the layer's number there; None: the
+            step has none.
     """
+
+    adapter: tuple[Callable[..., tuple[jax.Array, ...]], int] | None = None
 
     product: Product = staticmethod(pallas_kernels.product)
     products: Products = staticmethod(pallas_kernels.products)
@@ -71,12 +77,24 @@ class Linear(nnx.Module):
             up: layer whose result, without activation, is a factor of this layer's.
         """
         up_weight = None if up is None else weight_of(up)
-        return self.product(x_ti, weight_of(self), up=up_weight, activation=activation, dtype=dtype)
+        layers = [self] if up is None else [self, up]
+        options = {"up": up_weight, "activation": activation, "dtype": dtype}
+        return self.product(x_ti, weight_of(self), **options, **_added(x_ti, layers))
 
     def together(self, x_ti: jax.Array, *others: "Linear") -> tuple[jax.Array, ...]:
         """Return the results of this and other layers of the same input, each [T, out] in the dtype of x."""
         weights = [weight_of(layer) for layer in (self, *others)]
-        return self.products(x_ti, *weights)
+        return self.products(x_ti, *weights, **_added(x_ti, [self, *others]))
+
+
+def _added(x_ti: jax.Array, layers: Sequence[Linear]) -> dict[str, tuple[jax.Array, ...]]:
+    """Return the option of a product that adds the results of the layers' adapters; nothing if they have none."""
+    found = [layer.adapter for layer in layers if layer.adapter is not None]
+    if not found:
+        return {}
+    assert len(found) == len(layers), "all linear layers of a step have adapters, or none"
+    adapt, _ = found[0]
+    return {"added": adapt(x_ti, [number for _, number in found])}
 
 
 class Embedding(nnx.Module):

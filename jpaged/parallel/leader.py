@@ -177,7 +177,7 @@ class LeaderRunner:
         """Settings that bits depend on, as of the runner of this process."""
         return self._runner.numerics
 
-    def fingerprint(self) -> NoReturn:
+    def fingerprint(self, adapter: int | None = None) -> NoReturn:
         """Raise an InvalidParameter: this process does not hold all arrays of the model."""
         raise InvalidParameter("certificate", "not possible while several hosts share the model")
 

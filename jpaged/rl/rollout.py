@@ -65,10 +65,15 @@ class RolloutWorker:
     Args:
         width: W; None: the engine's `max_model_len`.
         pad_id: the token of the padding.
+        adapter: name of the adapter that computes all rollouts; None: the model alone. Several workers may share an
+            engine, each with an adapter of its own.
+        scale: factor of the adapter's products, such as alpha / r.
     """
 
-    def __init__(self, llm: LLM, *, width: int | None = None, pad_id: int = 0):
-        self.llm, self._pad_id = llm, pad_id
+    def __init__(
+        self, llm: LLM, *, width: int | None = None, pad_id: int = 0, adapter: str | None = None, scale: float = 1.0
+    ):
+        self.llm, self._pad_id, self._adapter, self._scale = llm, pad_id, adapter, scale
         self.width = width or llm.engine.limits.max_model_len
 
     @property
@@ -177,7 +182,9 @@ class RolloutWorker:
         params = dataclasses.replace(params, logprobs=params.logprobs or 0)
         seeds = [None if params.seed is None else (params.seed + index * params.n) % 2**63 for index in requests]
         params_of_each = [dataclasses.replace(params, seed=seed) for seed in seeds]
-        return self.llm.generate(list(requests.values()), params_of_each, use_tqdm=False)
+        return self.llm.generate(
+            list(requests.values()), params_of_each, lora_request=self._adapter, use_tqdm=False
+        )
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """Return the logprobs of the generated tokens under the present parameters, [B, W], 0 elsewhere."""
@@ -185,7 +192,8 @@ class RolloutWorker:
             (row[:length].tolist(), int(outputs.argmax()) if outputs.any() else int(length))
             for row, length, outputs in zip(rollouts.tokens, rollouts.lengths, rollouts.is_output)
         ]
-        scores = self.llm.score([tokens[:start] for tokens, start in rows], [tokens[start:] for tokens, start in rows])
+        parts = [tokens[:start] for tokens, start in rows], [tokens[start:] for tokens, start in rows]
+        scores = self.llm.score(*parts, lora_request=self._adapter)
         logprobs = np.zeros(rollouts.tokens.shape, np.float32)
         for row, (tokens, start), values in zip(logprobs, rows, scores):
             row[start : len(tokens)] = values
@@ -200,8 +208,14 @@ class RolloutWorker:
         return self.llm.replay(requests, use_tqdm=False)
 
     def update(self, params: Any, in_flight: InFlight = "recompute") -> None:
-        """Serve other parameters, with the arguments and errors of `LLM.update_params`."""
-        self.llm.update_params(params, in_flight)
+        """Serve other parameters, with the arguments and errors of `LLM.update_params`.
+
+        Those of an adapter are what `LLM.load_adapter` takes; its requests in flight end with the earlier ones.
+        """
+        if self._adapter is None:
+            self.llm.update_params(params, in_flight)
+        else:
+            self.llm.load_adapter(self._adapter, params, scale=self._scale)
 
 
 def group_advantages(rewards: np.ndarray, size: int) -> np.ndarray:

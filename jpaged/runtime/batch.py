@@ -45,6 +45,7 @@ class Batch(NamedTuple):
     first_blocks: tuple[Array | None, ...] = ()  # for each group of layers: [S] int32
     reads: Array | None = None  # [S] int32, the pages of states that sequences continue from, as in plans
     writes: Array | None = None  # [S] int32, the pages for their states after this step; None: no recurrent layers
+    adapters: Array | None = None  # [T] int32, the slots of the tokens' adapters, -1 = none; None: no slots
     work: tuple[Any, ...] = ()  # lists of work of the attention kernels, for each window of the model
 
 
@@ -126,11 +127,12 @@ class Layout:
         table_width: W, the maximum blocks of a sequence.
         windows: the window of each group of layers.
         has_states: whether the model has recurrent layers.
+        has_adapters: whether there are slots of adapters.
     """
 
     def __init__(
         self, bucket: Bucket, table_width: int, make_work: MakeWork = lambda *_: (), *,
-        windows: Windows = (None,), block_size: int = 1, has_states: bool = False,
+        windows: Windows = (None,), block_size: int = 1, has_states: bool = False, has_adapters: bool = False,
     ):  # fmt: skip
         t, s = bucket.num_tokens, bucket.num_seqs
         self._decode, self._make_work, self._width = bucket.decode, make_work, table_width
@@ -140,7 +142,9 @@ class Layout:
         shapes = Batch(
             (), (t,), (t,), ((t,),) * len(windows), (t,), (s,), (s + 1,), (s,), (s,), (s, ROW_WORDS),
             tuple((s, width) for width in widths), tuple((s,) if width < table_width else None for width in widths),
-            *(((s,), (s,)) if has_states else ()),
+        )._replace(
+            reads=(s,) if has_states else None, writes=(s,) if has_states else None,
+            adapters=(t,) if has_adapters else None,
         )  # fmt: skip
         zeros: Batch = jax.tree.map(partial(np.zeros, dtype=np.int32), shapes, is_leaf=_is_shape)
         arrays, self._tree = jax.tree.flatten(zeros._replace(work=make_work(zeros, bucket.decode, table_width)))
@@ -149,8 +153,9 @@ class Layout:
         self.size = starts[-1]
         self._padding = np.zeros(self.size, np.int32)
         batch = self.unpack(self._padding)
-        for slots_t in (*batch.slot_mapping, batch.targets, *([batch.reads, batch.writes] if has_states else [])):
-            slots_t[:] = -1
+        for array in (*batch.slot_mapping, batch.targets, batch.reads, batch.writes, batch.adapters):
+            if array is not None:
+                array[:] = -1
         batch.samples.view(ROW)[:] = NEUTRAL
         batch.num_tokens[...] = t
         self.fill_work(batch)
@@ -207,7 +212,7 @@ class Shapes:
     Args:
         table_width: W, the maximum blocks of a sequence.
         make_work: makes the lists of work of the attention kernels.
-        windows, has_states: as in `Layout`.
+        windows, has_states, has_adapters: as in `Layout`.
 
     Attributes:
         layouts: layouts of the batches of each bucket.
@@ -218,11 +223,13 @@ class Shapes:
     def __init__(
         self, buckets: Buckets, table_width: int, vocab_size: int, placement: Placement,
         make_work: MakeWork = lambda *_: (), *, windows: Windows = (None,), block_size: int = 1,
-        has_states: bool = False,
+        has_states: bool = False, has_adapters: bool = False,
     ):  # fmt: skip
         self.buckets, self._placement, self._num_words = buckets, placement, -(-vocab_size // 32)
         self._table_width, self._make_work = table_width, make_work
-        self._layout = partial(Layout, windows=windows, block_size=block_size, has_states=has_states)
+        self._layout = partial(
+            Layout, windows=windows, block_size=block_size, has_states=has_states, has_adapters=has_adapters
+        )
         self.layouts: dict[Bucket, Layout] = {}
         self.no_bits: dict[int, jax.Array] = {}
         self.add(buckets.all)
@@ -295,8 +302,15 @@ def make_batch(plan: StepPlan, rows: RowTable, buckets: Buckets, layouts: dict[B
         slot_mapping[:num_tokens] = slots_t
     if batch.reads is not None and batch.writes is not None:
         batch.reads[:n], batch.writes[:n] = np.array(plan.pages, np.int32).T
+    if batch.adapters is not None:
+        batch.adapters[:num_tokens] = rows.adapters[row_t]
     layouts[bucket].fill_work(batch)
     return Made(bucket, buffer, batch, *_fill_samples(batch, plan, rows, row_n, samples_n, drafts_n))
+
+
+def has_adapters(batch: Batch) -> bool:
+    """Return whether a token of a batch in NumPy has an adapter."""
+    return batch.adapters is not None and bool((batch.adapters >= 0).any())
 
 
 def _fill_samples(

@@ -23,6 +23,7 @@ class Lowering:
     Attributes:
         leaves, state, last_tokens: forms of the arguments of `Step`.
         hidden: size and dtype of hidden states.
+        slots: forms of the slots of adapters; None: there are none.
     """
 
     step: Step
@@ -33,13 +34,15 @@ class Lowering:
     state: Any
     last_tokens: jax.ShapeDtypeStruct
     hidden: tuple[int, str]
+    slots: Any = None
 
-    def forward(self, bucket: Bucket, num_blocks: int, num_pages: int = 1) -> Lowered:
-        """Return the model's part of a step with a pool of this size."""
+    def forward(self, bucket: Bucket, num_blocks: int, num_pages: int = 1, *, with_adapters: bool = False) -> Lowered:
+        """Return the model's part of a step with a pool of this size, without adapters or with them."""
         form = partial(jax.ShapeDtypeStruct, sharding=self.placement.pool)
         pool = [form(*each) for each in self.cache.shapes(num_blocks, num_pages)]
         buffer = self._whole((self.shapes.layouts[bucket].size,), "int32")
-        return self.step.forward.lower(self.leaves, pool, self.last_tokens, buffer, bucket)
+        slots = self.slots if with_adapters else None
+        return self.step.forward.lower(self.leaves, pool, self.last_tokens, buffer, bucket, slots)
 
     def sampling(self, bucket: Bucket, settings: Settings) -> Lowered:
         """Return the sampling of a step."""
@@ -57,6 +60,8 @@ class Lowering:
     def all(self, bucket: Bucket, num_blocks: int, num_pages: int = 1) -> Iterator[Lowered]:
         """Yield all parts of a step, lowered one after the other."""
         yield self.forward(bucket, num_blocks, num_pages)
+        if self.slots is not None:
+            yield self.forward(bucket, num_blocks, num_pages, with_adapters=True)
         yield from (self.sampling(bucket, settings) for settings in self.step.settings)
         if not bucket.decode:
             yield self.scores(bucket)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jpaged.core.params import SamplingParams
-from jpaged.core.plan import Admitted, StepPlan
+from jpaged.core.plan import NO_SLOT, Admitted, StepPlan
 from jpaged.runtime.sampling_row import NEUTRAL, ROW_WORDS, Value, pack
 
 
@@ -17,6 +17,7 @@ class RowTable:
         settings: [R] int32, the `Settings` of each row without a mask.
         num_top: [R], number of the most likely tokens to return with each sample; -1 for neither list nor rank.
         prompt_top: the same with each token of the prompt.
+        adapters: [R] int32, the slot of each row's adapter, or `NO_SLOT`.
         keeps: [R] bool, whether to return the tokens that each sample is drawn from.
     """
 
@@ -30,6 +31,7 @@ class RowTable:
         self.num_top = np.full(num_rows, -1, np.int32)
         self.prompt_top = [-1] * num_rows
         self.keeps = np.zeros(num_rows, bool)
+        self.adapters = np.full(num_rows, NO_SLOT, np.int32)
         self._num_known = np.zeros(num_rows, np.int32)  # the lengths of `tokens`
         self._next = -1 - np.arange(num_rows, dtype=np.int32)  # the token after `tokens`, or -1 - row if it is a sample
         self._num_scored = np.zeros(num_rows, np.int32)  # targets that have a logprob already
@@ -43,7 +45,7 @@ class RowTable:
         """Apply a plan's differences."""
         if plan.row_copies:
             sources, destinations = map(list, zip(*plan.row_copies))
-            of_rows = self.sampling, self.settings, self.num_top, self.keeps
+            of_rows = self.sampling, self.settings, self.num_top, self.keeps, self.adapters
             for array in (*self.block_tables, *of_rows, self._num_known, self._num_scored):
                 array[destinations] = array[sources]
             self.sampling["rows"][destinations] = destinations
@@ -86,6 +88,7 @@ class RowTable:
     def _admit(self, admitted: Admitted) -> None:
         row, params = admitted.row, admitted.params
         self.tokens[row] = np.array(admitted.token_ids, np.int32)
+        self.adapters[row] = admitted.adapter_slot
         for block_tables, block_ids in zip(self.block_tables, admitted.block_ids, strict=True):
             block_tables[row, : len(block_ids)] = np.maximum(block_ids, 0)  # `GONE` blocks are not read
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row

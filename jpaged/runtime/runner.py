@@ -8,15 +8,17 @@ import jax
 import numpy as np
 
 from jpaged.config import Limits
-from jpaged.core.commands import Command, Sleep, UpdateParams, WakeUp
+from jpaged.core.commands import Command, LoadAdapter, Sleep, UnloadAdapter, UpdateParams, WakeUp
 from jpaged.core.plan import Done, StepPlan, StepResult
+from jpaged.models.adapters import Slots, SlotsForm
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
 from jpaged.models.outputs import Outputs, outputs_of
 from jpaged.models.quantized import is_quantized
 from jpaged.progress import track
+from jpaged.runtime.adapter_store import AdapterStore
 from jpaged.runtime.background import Background
-from jpaged.runtime.batch import Bucket, Buckets, Shapes, ladder, make_batch
+from jpaged.runtime.batch import Bucket, Buckets, Shapes, has_adapters, ladder, make_batch
 from jpaged.runtime.block_store import BlockStore
 from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.device_rows import DeviceRows
@@ -45,6 +47,7 @@ class ModelRunner:
         pool_dtype: return the dtype of the KV pool for a dtype of keys.
         dtype, allow_copy: as in `ParamTree`.
         processed_logprobs: as in `Step`.
+        adapter_slots: return the form of the slots of adapters for a dtype of activations; None: there are none.
 
     Attributes:
         kind: name of the module's class; modules of one config may differ.
@@ -55,6 +58,7 @@ class ModelRunner:
         shapes: the shapes of steps.
         rows: the rows of running sequences.
         blocks: the KV pool, and its moves.
+        adapters: the adapters, and their slots.
         late: shapes that are compiled when they are first needed.
         watch: compares the steps with their measured costs; None: there are none.
         background: compiles further shapes; None: all are compiled, or late.
@@ -70,7 +74,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, placement: Placement, limits: Limits, choose_kernels: Callable[[str], Kernels],
         pool_dtype: Callable[[str], str], *, dtype: str | None = None, processed_logprobs: bool = False,
-        allow_copy: bool = True,
+        allow_copy: bool = True, adapter_slots: Callable[[str], SlotsForm] | None = None,
     ):  # fmt: skip
         self.config, self.placement, quantized = model.config, placement, is_quantized(model)
         self.vocab_size = self.config.vocab_size
@@ -90,18 +94,22 @@ class ModelRunner:
         windows, num_groups, has_states = cache.groups.windows, len(cache.groups.windows), bool(cache.states.layers)
         if has_states and placement.size > 1:
             raise NotImplementedError("tensor_parallel_size: models with recurrent layers run on one device")
+        if adapter_slots is not None and placement.size > 1:
+            raise NotImplementedError("tensor_parallel_size: adapters are served on one device")
+        slots = None if adapter_slots is None else adapter_slots(self.outputs.attention_dtype)
+        self.adapters = AdapterStore(slots, placement)
         multiplies = placement.size == 1 and kernels.multiplies
         self.pads = not (multiplies and kernels.skips_rows)
         buckets = Buckets(limits, padded=self.pads, least=kernels.implementation.least_rows if multiplies else 1)
         width = limits.blocks_per_seq
         self.shapes = Shapes(
             buckets, width, self.vocab_size, placement, cache.make_work, windows=windows, block_size=limits.block_size,
-            has_states=has_states,
+            has_states=has_states, has_adapters=slots is not None,
         )  # fmt: skip
         self.step = Step(
             self.tree.graphdef, self.tree.treedef, cache, self.shapes.layouts, placement,
             max_logprobs=limits.max_logprobs, processed_logprobs=processed_logprobs,
-            kernels=kernels if multiplies else None, has_quantized_weights=quantized,
+            kernels=kernels if multiplies else None, adapters=slots, has_quantized_weights=quantized,
         )  # fmt: skip
         copy_sizes, most_copies = ladder(8, max(8, limits.max_num_seqs), 4), limits.max_num_seqs * num_groups
         table = RowTable(limits.max_num_seqs, width, limits.block_size, num_groups)
@@ -128,16 +136,19 @@ class ModelRunner:
         with explain_deletion(self.leaves):
             return self._dispatch(plan, make_masks)
 
-    def check(self, command: UpdateParams) -> None:
+    def check(self, command: UpdateParams | LoadAdapter) -> None:
         """Check a command that is to run later.
 
         Raises:
             ValueError: `control` would reject it; the message has the first difference of the parameters.
         """
-        self.tree.check(command.source, self.params or self._on_host)
+        if isinstance(command, LoadAdapter):
+            self.adapters.check(command)
+        else:
+            self.tree.check(command.source, self.params or self._on_host)
 
     def control(self, command: Command) -> None:
-        """Run `Sleep`, `WakeUp` or `UpdateParams` between two steps. Nothing is compiled.
+        """Run a command on parameters, memory or adapters between two steps. Nothing is compiled.
 
         The sampler's state is dropped and allocated with the pool. Only arrays that lie elsewhere, arrays that are cast
         and those of fused layers are copied.
@@ -146,6 +157,10 @@ class ModelRunner:
             ValueError: the parameters do not match, or there are none to take back; nothing is changed.
         """
         match command:
+            case LoadAdapter():
+                self.adapters.load(command)
+            case UnloadAdapter(number=number):
+                self.adapters.unload(number)
             case UpdateParams(source):
                 self.params, self._on_host = self.tree.place(source, self.params or self._on_host), []
                 self.params_version += 1
@@ -177,11 +192,12 @@ class ModelRunner:
         """
         self.blocks.recover()
         self.rows.recover()
+        self.adapters.recover()
 
-    def fingerprint(self) -> str | None:
+    def fingerprint(self, adapter: int | None = None) -> str | None:
         """Return the hash of the model's config and present arrays, or None without parameters.
 
-        It is computed once after each update.
+        That of an adapter follows it. It is computed once after each update.
 
         Raises:
             ParamsDeleted: the arrays of the parameters were deleted.
@@ -193,7 +209,8 @@ class ModelRunner:
             with explain_deletion(params):
                 arrays = dict(zip(self.tree.expected, params, strict=True)) | self.tree.carried
                 self._fingerprint = self.params_version, hash_arrays(repr(self.config), arrays)
-        return self._fingerprint[1]
+        fingerprint = self._fingerprint[1]
+        return fingerprint if adapter is None else f"{fingerprint}+{self.adapters.fingerprint(adapter)}"
 
     @property
     def leaves(self) -> list[jax.Array]:
@@ -203,6 +220,7 @@ class ModelRunner:
     def _dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None) -> PendingStep | Done:
         self.blocks.apply(plan)
         self.rows.apply(plan)
+        self.adapters.apply(plan)
         if not plan.rows:
             return Done(StepResult(()))
         shapes, table = self.shapes, self.rows.table
@@ -212,7 +230,8 @@ class ModelRunner:
                 self.compile([made.bucket], progress=False)
             self.late.remove(made.bucket)
         end = self.watch.begin(made.bucket, int(made.batch.num_tokens)) if self.watch else None
-        computed = self._forward(self.placement.put(made.buffer), made.bucket)
+        slots = self.adapters.slots if has_adapters(made.batch) else None
+        computed = self._forward(self.placement.put(made.buffer), made.bucket, slots)
         bits = shapes.no_bits[made.bucket.num_seqs]
         if make_masks is not None:
             masks = np.zeros(bits.shape, np.uint32)
@@ -233,11 +252,13 @@ class ModelRunner:
             end=end, kept=kept,
         )  # fmt: skip
 
-    def _forward(self, buffer: jax.Array, bucket: Bucket) -> Computed:
-        """Dispatch the model's part of a step."""
+    def _forward(self, buffer: jax.Array, bucket: Bucket, slots: Slots | None = None) -> Computed:
+        """Dispatch the model's part of a step, with the slots of adapters if a row has one."""
         computed: Computed
         blocks = self.blocks
-        computed, blocks.pool = self.step.forward(self.leaves, blocks.pool, self.rows.last_tokens, buffer, bucket)
+        computed, blocks.pool = self.step.forward(
+            self.leaves, blocks.pool, self.rows.last_tokens, buffer, bucket, slots
+        )
         return computed
 
     def _choose(self, computed: Computed, bits: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
@@ -282,6 +303,8 @@ class ModelRunner:
         computed = self._forward(self.shapes.padding(bucket, None if self.pads else num_tokens), bucket)
         for settings in self.step.settings if everything else self.step.settings[:1]:
             chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs], settings)
+        if everything and self.adapters.slots is not None:
+            self._forward(self.shapes.padding(bucket, None if self.pads else num_tokens), bucket, self.adapters.slots)
         if everything and computed.x_td is not None:
             self.step.score(self.leaves, computed.x_td, computed.targets_t)
         return chosen
@@ -291,7 +314,8 @@ class ModelRunner:
         leaves, state, last_tokens = jax.tree.map(form_of, (self.leaves, self.rows.state, self.rows.last_tokens))
         hidden = self.outputs.hidden_size, self.outputs.hidden_dtype
         parts = self.step, self.shapes, self.blocks.cache, self.placement
-        return Lowering(*parts, leaves, state, last_tokens, hidden)
+        slots = None if self.adapters.slots is None else jax.tree.map(form_of, self.adapters.slots)
+        return Lowering(*parts, leaves, state, last_tokens, hidden, slots)
 
 
 def _outputs(tree: ParamTree, config: ModelConfig, dtype: str | None) -> Outputs:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+import pallas_kernels
 from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.params import MAX_TOP
+from jpaged.models.adapters import Adapting, Slots, SlotsForm
 from jpaged.models.base import AttentionSpec, LayerOps, Model
 from jpaged.models.layers import set_products
 from jpaged.runtime.batch import Batch, Bucket, Layout
@@ -31,14 +33,16 @@ COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 
 
 def forward(
-    model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, kernels: Kernels | None = None
-) -> tuple[jax.Array, Pool]:
+    model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, kernels: Kernels | None = None,
+    adapters: tuple[Slots, SlotsForm] | None = None,
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Return the hidden states [T, D] of a batch, and the pool with its keys and values written.
 
     Args:
         decode: every sequence has one query, a decode token, and query s belongs to sequence s.
         kernels: the model's products are changed to theirs, without padding and, after the last attention, without
             the rows of tokens that have neither a sample nor a logprob.
+        adapters: slots of adapters, which `batch.adapters` chooses from; None: no token has an adapter.
     """
     (pool, states), specs = cache.parts(list(pool)), model.attention_specs
     wanted_t = jnp.arange(len(batch.tokens)) < batch.num_tokens
@@ -69,8 +73,13 @@ def forward(
     def of_tokens(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return _of_rows(wanted_t, op, *args, **options)
 
+    product, products = pallas_kernels.product, pallas_kernels.products
     if kernels is not None:
-        set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
+        product, products = partial(of_tokens, kernels.product), partial(of_tokens, kernels.products)
+        set_products(model, product, products)
+    if adapters is not None:
+        assert batch.adapters is not None, "slots have batches that choose from them"
+        Adapting(*adapters, batch.adapters, product, products).attach(model)
     convolve = lambda layer, *arguments: cache.states.convolve(states, layer, batch, *arguments)
     x_td = model(batch.tokens, batch.positions, LayerOps(attend, convolve, recur))
     return x_td, pool + states
@@ -120,11 +129,13 @@ class Step:
         placement: the places of all arrays. Results other than the pool are whole on every device.
         processed_logprobs: whether the logprobs of samples are those after temperature, filters and the rest.
         kernels: the kernels of products; None: XLA's.
+        adapters: the form of the slots of adapters; None: there are none.
         has_quantized_weights: whether weights have 8 bits.
 
     Attributes:
-        forward: (params, pool, last_tokens [R], buffer, bucket) -> (Computed, pool), the pool donated, the bucket
-            static; `buffer` holds a batch in the bucket's layout.
+        forward: (params, pool, last_tokens [R], buffer, bucket, slots) -> (Computed, pool), the pool donated, the
+            bucket static; `buffer` holds a batch in the bucket's layout. `slots` are those of adapters, or None in a
+            step without.
         choose: (params, state, last_tokens, x_sd, rows_sf, bits, settings) -> (chosen, listed, state, last_tokens), the
             last two donated, the settings static. chosen: [3, S] int32, tokens, ranks, and the bits of the float32
             logprobs; listed: [2, S, K] int32, the most likely tokens, and the bits of their logprobs. `bits` are masks,
@@ -144,6 +155,7 @@ class Step:
     max_logprobs: int = Limits.max_logprobs
     processed_logprobs: bool = False
     kernels: Kernels | None = None
+    adapters: SlotsForm | None = None
     has_quantized_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -167,13 +179,17 @@ class Step:
         return nnx.merge(self.graphdef, *jax.tree.unflatten(self.treedef, params))
 
     def _forward(
-        self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket
-    ) -> tuple[Computed, Pool]:
+        self, params: list[jax.Array], pool: Pool, last_tokens_r: jax.Array, buffer: jax.Array, bucket: Bucket,
+        slots: Slots | None = None,
+    ) -> tuple[Computed, Pool]:  # fmt: skip
         layout = self.layouts[bucket]
         batch = layout.whole_tables(layout.unpack(buffer))
         batch = batch._replace(tokens=_known(batch.tokens, last_tokens_r), decodes=batch.decodes != 0)
         model = self._merged(params)
-        x_td, pool = forward(model, self.cache, pool, batch, decode=bucket.decode, kernels=self.kernels)
+        adapters = None if slots is None or self.adapters is None else (slots, self.adapters)
+        x_td, pool = forward(
+            model, self.cache, pool, batch, decode=bucket.decode, kernels=self.kernels, adapters=adapters
+        )
         scored = (None, None) if bucket.decode else (x_td, batch.targets)
         return Computed(x_td[batch.sampled_from], batch.samples, *scored), pool
 

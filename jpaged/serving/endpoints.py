@@ -81,6 +81,8 @@ ENDPOINTS = (
     _control("/resume", "end a pause", handlers.resume),
     _control("/is_paused", "whether steps wait for `/resume`", handlers.is_paused, "GET"),
     _control("/update_weights", "serve other parameters", handlers.update_weights),
+    _control("/v1/load_lora_adapter", "serve an adapter", handlers.load_lora_adapter),
+    _control("/v1/unload_lora_adapter", "serve an adapter no more", handlers.unload_lora_adapter),
     _control("/sleep", "free the device's memory", handlers.sleep),
     _control("/wake_up", "take the memory back", handlers.wake_up),
     _control("/is_sleeping", "whether steps wait for `/wake_up`", handlers.is_sleeping, "GET"),

@@ -65,6 +65,7 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
     with body.rename_error_fields():
         options = RequestOptions(bad_words=bad_words, client=tenant or answer.id, tenant=tenant)
         options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+        options["adapter"] = service.adapter_of(body.model)
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"
             work = partial(service.grammars.compile_here, params.structured_outputs)

@@ -12,7 +12,17 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from jpaged.core.commands import PARTS, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
+from jpaged.core.commands import (
+    PARTS,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    UpdateParams,
+    WakeUp,
+)
 from jpaged.serving import info
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.endpoint import Handler, Operation
@@ -20,7 +30,7 @@ from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.generate import respond
 from jpaged.serving.middleware import client_of
 from jpaged.serving.parse import parse
-from jpaged.serving.protocol import UpdateWeightsRequest
+from jpaged.serving.protocol import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
 from jpaged.serving.service import SERVICE, Service
 
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -117,6 +127,32 @@ async def update_weights(request: web.Request) -> web.Response:
     except ValueError as error:
         raise ApiError(400, str(error), "path") from error
     return web.json_response({"status": "updated"})
+
+
+async def load_lora_adapter(request: web.Request) -> web.Response:
+    """Serve an adapter from a directory of the server's machine under a name."""
+    service, _ = _query(request, set())
+    body = await asyncio.to_thread(parse, LoadAdapterRequest, await request.read())
+    if body.lora_name in (service.model_name, *service.config.aliases):
+        raise invalid("lora_name", f"{body.lora_name!r} is a name of the model")
+    assert service.load_adapter is not None
+    try:
+        command = await asyncio.to_thread(service.load_adapter, body.lora_name, Path(body.lora_path))
+        await service.engine.control(command)
+    except (OSError, ValueError) as error:
+        raise ApiError(400, str(error), "lora_path") from error
+    return web.json_response({"status": "loaded"})
+
+
+async def unload_lora_adapter(request: web.Request) -> web.Response:
+    """Serve no adapter under a name."""
+    service, _ = _query(request, set())
+    body = await asyncio.to_thread(parse, UnloadAdapterRequest, await request.read())
+    try:
+        await service.engine.control(UnloadAdapter(body.lora_name))
+    except ValueError as error:
+        raise ApiError(404, str(error), "lora_name") from error
+    return web.json_response({"status": "unloaded"})
 
 
 async def sleep(request: web.Request) -> web.Response:

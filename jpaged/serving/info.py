@@ -33,7 +33,7 @@ def model_card(service: Service, name: str) -> JsonObject:
         "created": service.created,
         "owned_by": "jpaged",
         "root": service.model_facts.get("model_path", service.model_name),
-        "parent": None,
+        "parent": None if service.adapter_of(name) is None else service.model_name,
         "quantization": service.model_facts.get("quantization"),
         "max_model_len": service.max_model_len,
         "permission": [permission],

@@ -47,7 +47,8 @@ def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Ex
         prompts = _prompts(service, body, sources, params)
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
-        answer = CompletionAnswer(service.model_name, service.vocabulary, body, prompts)
+        name = service.adapter_of(body.model) or service.model_name
+        answer = CompletionAnswer(name, service.vocabulary, body, prompts)
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
@@ -69,7 +70,8 @@ def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
             new_id = lambda: f"call_{uuid.uuid4().hex}"
             new_parser = partial(form.parser, names, new_id, parallel, with_answer)
         prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
-        answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
+        name = service.adapter_of(body.model) or service.model_name
+        answer = ChatAnswer(name, service.vocabulary, body, prompt, new_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
 
 

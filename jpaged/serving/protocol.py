@@ -406,6 +406,30 @@ class DetokenizeRequest(Strict):
     tokens: Items[int]
 
 
+class LoadAdapterRequest(Strict):
+    """Body of `/v1/load_lora_adapter`.
+
+    Attributes:
+        lora_name: name of the adapter, which requests then give as their model.
+        lora_path: directory on the server's machine with the adapter, as PEFT saves it.
+    """
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterRequest(Strict):
+    """Body of `/v1/unload_lora_adapter`.
+
+    Attributes:
+        lora_name: name of the adapter.
+        lora_int_id: vLLM's number of it, which is not used.
+    """
+
+    lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = None
+
+
 class UpdateWeightsRequest(Strict):
     """Body of `/update_weights`.
 

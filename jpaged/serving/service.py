@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from jpaged.chat import ContentFormat, Encoder
+from jpaged.core.commands import LoadAdapter
 from jpaged.core.params import ContextLengthExceeded
 from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine
@@ -108,6 +109,7 @@ class Service:
         tool_format: the model's format of tool calls; None if it has none.
         model_facts: further facts for `/model_info`.
         load_params: return the parameters of a directory; set if `config.enable_weight_updates`.
+        load_adapter: (name, directory) -> the command that serves an adapter; likewise.
         draining: finish running requests and reject new ones.
         in_flight: tasks of the POST requests that are being answered.
         engine: client of all engines.
@@ -124,6 +126,7 @@ class Service:
     tool_format: ToolFormat | None = None
     model_facts: Mapping[str, Any] = field(default_factory=dict)
     load_params: Callable[[Path], Any] | None = None
+    load_adapter: Callable[[str, Path], LoadAdapter] | None = None
     templates: TemplateProcess = field(default_factory=TemplateProcess)
     bodies: BodyProcess = field(default_factory=BodyProcess)
     draining: bool = False
@@ -141,6 +144,7 @@ class Service:
         self.feed = Feed(
             self.engine, lambda: clients[0].call(lambda engine: snapshot(engine.scheduler, recorder)), recorder
         )
+        self._adapters = first.adapters
         self.max_model_len, self.grammars = first.limits.max_model_len, first.grammar_compiler()
         self.vocabulary = Vocabulary(backend(self.tokenizer) if self.tokenizer else None)
         sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
@@ -148,8 +152,12 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the model in requests; responses have the first."""
-        return self.model_name, *self.config.aliases
+        """Names of the model in requests; responses have the first, or that of an adapter."""
+        return self.model_name, *self.config.aliases, *self._adapters
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request's name of the model stands for; None: the model alone."""
+        return name if name in self._adapters and name not in (self.model_name, *self.config.aliases) else None
 
     @property
     def healthy(self) -> bool:

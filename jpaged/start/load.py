@@ -13,6 +13,7 @@ from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine, Runner
+from jpaged.models.adapters import SlotsForm, slots_form
 from jpaged.models.base import Model, Place
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device, takes_all
 from jpaged.models.config import ModelConfig
@@ -24,6 +25,7 @@ from jpaged.models.quantized import Takes, described, has_groups
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
+from jpaged.start.adapter import adapter_command
 from jpaged.start.measure import Measured, measure
 from jpaged.start.pool import check_pool
 from jpaged.start.setup import (
@@ -91,10 +93,13 @@ def start_engine(
         measured = measure(runner, resolved, progress=progress)
     scheduler = _scheduler_of(setup, measured, limits)
     max_in_flight = 2 if resolved.config.async_scheduling else 1
-    return Engine(
+    engine = Engine(
         scheduler, lead(runner) if lead else runner, inner, seed=resolved.config.seed, max_in_flight=max_in_flight,
         draft_model=draft_model,
     )  # fmt: skip
+    for name, directory in (resolved.config.lora_modules or {}).items():
+        engine.control(adapter_command(runner, name, directory))
+    return engine
 
 
 def _start_draft_model(setup: Setup, beside: ModelRunner, *, progress: bool) -> tuple[DraftModel, DraftModelLimits]:
@@ -126,6 +131,7 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
         page_swap_cost=measured.page_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
         decode_costs=measured.decode_costs, draft_model=draft_model,
+        num_adapters=config.num_adapters,
     )  # fmt: skip
 
 
@@ -235,7 +241,7 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
         quantization=resolved.quantization, keeps_groups=multiplies or (is_cpu and is_one),
         takes=takes_all if is_cpu else partial(takes_weight, dtype=dtype),
     )  # fmt: skip
-    if device.platform in FUSING:
+    if device.platform in FUSING and not resolved.config.num_adapters:  # adapters belong to separate layers
         fuse(model, place, gates=not multiplies)
     logger.info("parameters: %s", described(model))
     return model
@@ -261,8 +267,13 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
             logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 
+    def adapter_slots(dtype: str) -> SlotsForm:
+        dtype = dtype if config.lora_dtype == "auto" else config.lora_dtype
+        return slots_form(model, config.num_adapters, config.max_lora_rank, dtype)
+
     return ModelRunner(
         model, placement, resolved.limits, choose_kernels, config.pool_dtype,
         dtype=None if config.dtype == "auto" else resolved.dtype,
         processed_logprobs=config.logprobs_mode == "processed_logprobs", allow_copy=allow_copy,
+        adapter_slots=adapter_slots if config.num_adapters else None,
     )  # fmt: skip

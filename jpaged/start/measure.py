@@ -127,6 +127,7 @@ def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progres
         runner.compile(buckets.all, progress=progress)
         blocks.warm_up(swaps=not later)
         rows.warm_up()
+        runner.adapters.warm_up()
         jax.block_until_ready((blocks.pool, rows.state, rows.last_tokens))
         run: Callable[[Bucket], Any] = lambda bucket: runner.run_padding(buckets.fit(*bucket), bucket.num_tokens)
         measured = ladders if runner.pads else (*ladders, Bucket(1, 1, True))  # a single stream

@@ -187,8 +187,10 @@ class Matrix:
         starts = range(0, PACKED // 2, self.lanes)
         return [code.cast("zext", code.load_vector(address, (k >> 1) + n, I8, self.lanes), I32) for n in starts]
 
-    def finish(self, sums: Value, row: Value, load_vector: Callable[..., Value]) -> Value:
+    def finish(self, sums: Value, row: Value, load_vector: Callable[..., Value], added: Value | None = None) -> Value:
         """Return the sums of several outputs, from `row` on among those of all experts, scaled and with their bias.
+
+        `added` is added to them.
 
         Both in one operation: LLVM may round once or twice otherwise, which differs between parts of the code.
         """
@@ -197,9 +199,10 @@ class Matrix:
             scales = self._vector("scales", row, load_vector)
         if self.bias is not None:
             bias = self._vector("bias", row, load_vector)
-        if scales is not None and bias is not None:
-            return self.code.fma(sums, scales, bias)
-        return sums * scales if scales is not None else sums + bias if bias is not None else sums
+        for more in (bias, added):
+            if more is not None:
+                sums, scales = sums + more if scales is None else self.code.fma(sums, scales, more), None
+        return sums if scales is None else sums * scales
 
     def _vector(self, name: str, at: Value, load_vector: Callable[..., Value]) -> Value:
         _, load = loader(self._dtypes[name], self.lanes, load_vector)

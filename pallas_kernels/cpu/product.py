@@ -48,6 +48,7 @@ class Spec(NamedTuple):
         num_weights: number of weights, each with a result, unless they are gated.
         has_experts: whether rows are sorted by expert.
         dots: whether x and weights are bfloat16, and multiplied so. Otherwise x is float32.
+        adds: whether arrays are added to the sums; they follow those of the weights.
     """
 
     form: Format
@@ -57,6 +58,7 @@ class Spec(NamedTuple):
     gated: bool
     has_experts: bool
     dots: bool = False
+    adds: bool = False
 
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
@@ -89,13 +91,14 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
-    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots)
+    adds = options.added is not None
+    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, adds)
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
     x_ti = x_ti if dots else x_ti.astype(jnp.float32)
-    return tuple(multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays))
+    return tuple(multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *(options.added or ())))
 
 
 def _wanted(rows: int, options: ProductOptions) -> jax.Array:
@@ -115,7 +118,7 @@ def target(spec: Spec) -> str:
     """Make the target of a function, and return its name.
 
     Its arguments are x [T, I] float32 or bfloat16, whether each row is computed, [T] int32, with experts their first
-    rows [E + 1] int32, and the arrays of each weight.
+    rows [E + 1] int32, the arrays of each weight, and those that are added to the sums [T, O] float32.
     """
     name = f"jpaged_product_{hashlib.sha256(repr((spec, VERSION)).encode()).hexdigest()[:16]}"
     return register(name, lambda call: _Writer(spec, call).units(), lambda call, unit: _Writer(spec, call).work(unit))
@@ -258,7 +261,8 @@ class _Writer:
                     stream.write_sums(part, self.call.argument(X), end_o - o, self.most_t)
                 with code.when(code.invert(is_few)):
                     self._multiply(part, end_o - o)
-            self._finish(matrices, sums, expert, (o, end_o), width, y, rows, count)
+            added = self._added(number.get(), len(matrices))
+            self._finish(matrices, sums, added, expert, (o, end_o), width, y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
             with (
@@ -271,6 +275,13 @@ class _Writer:
         form, bias = self.spec.form, self.spec.bias
         argument = self.first + number * num_arrays(form, bias)
         return Matrix(form, bias, self.call, argument, self.spec.has_experts, self.spec.dots)
+
+    def _added(self, number: Value, count: int) -> list[Value]:
+        """Return the arrays that are added to the sums of some weights, in a list, or none."""
+        if not self.spec.adds:
+            return []
+        first = self.first + self.spec.num_weights * num_arrays(self.spec.form, self.spec.bias)
+        return [self.call.argument(number + (first + i)) for i in range(count)]
 
     def _choose_rows(self, rows: Value, start_t: Value, stop_t: Value) -> Value:
         """Write the numbers of the rows that are computed, and return their number."""
@@ -380,19 +391,20 @@ class _Writer:
                     code.store(code.element(totals, lane), block.sums_to, block.width * (r + j) + (o + i))
 
     def _finish(
-        self, matrices: list[Matrix], sums: list[Value], expert: Value, bounds: tuple[Value, Value], of_row: Value,
-        y: Value, rows: Value, count: Value,
+        self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
+        bounds: tuple[Value, Value], of_row: Value, y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
-        """Write the results of a block: sums with scales of rows, bias, activation and gate."""
+        """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
         width = matrices[0].outputs
         last = stop - (stop - start) % lanes
 
-        def result(r: Value, o: Value, load: Callable[..., Value]) -> Value:
+        def result(r: Value, at: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
-            for matrix, sums_to in zip(matrices, sums):
+            for i, (matrix, sums_to) in enumerate(zip(matrices, sums)):
                 value = code.load_vector(sums_to, r * of_row + (o - start), F32, lanes)
-                values.append(matrix.finish(value, expert * matrix.outputs + o, load))
+                more = load(added[i], at + o, F32, lanes) if added else None
+                values.append(matrix.finish(value, expert * matrix.outputs + o, load, more))
             if self.spec.gated:
                 return gated(code, self.spec.activation, *values)
             return ACTIVATIONS[self.spec.activation](code, values[0])
@@ -400,10 +412,10 @@ class _Writer:
         with code.loop(0, count) as r:
             at = code.load(rows, r, I64) * width
             with code.loop(start, last, lanes) as o:
-                code.store_vector(result(r, o, code.load_vector), y, at + o)
+                code.store_vector(result(r, at, o, code.load_vector), y, at + o)
             with code.when(last.compare("<", stop)):
                 left = stop - last
-                vector = result(r, last, partial(code.load_part, count=left))
+                vector = result(r, at, last, partial(code.load_part, count=left))
                 code.store_part(vector, y, at + last, left)
 
 

@@ -41,8 +41,8 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
 def _multiply(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Compute the products of weights that the kernel takes."""
     x_ti, weights = no_vmap("product in Mosaic", (x_ti, weights))
-    if options.activation not in (None, *ACTIVATIONS):
-        plain = replace(options, activation=None, gated=False, dtype=jnp.float32)
+    if options.activation not in (None, *ACTIVATIONS) or options.added is not None:
+        plain = replace(options, activation=None, gated=False, dtype=jnp.float32, added=None)
         sums = [_product(x_ti, (weight._replace(bias=None),), plain) for weight in weights]
         return reference.finished(sums, weights, options, x_ti.dtype)
     if options.gated:

@@ -185,7 +185,7 @@ def test_values_are_converted_and_objects_are_merged(words, changed, capsys):
          ["--structured-outputs-config"] * 2),
         ('--limit-mm-per-prompt {"image":0,"video":0} --limit-mm-per-prompt.audio 0',
          ["--limit-mm-per-prompt", "--limit-mm-per-prompt", "--limit-mm-per-prompt.audio"]),
-        ("--no-enable-lora --enable-eplb=false --enforce-eager", ["--enable-lora", "--enable-eplb", "--enforce-eager"]),
+        ("--no-enable-eplb --enforce-eager", ["--enable-eplb", "--enforce-eager"]),
     ],
 )  # fmt: skip
 def test_notices_name_the_flags_and_their_fields(words, notices):
@@ -224,10 +224,10 @@ def test_keys_of_a_config_file_may_be_those_of_vllm(tmp_path, capsys):
     args = PARSER.parse_args(["--config", str(path), "--tp", "2"])
     assert (args.max_model_len, args.tensor_parallel_size, args.enable_prefix_caching) == (32000, 2, True)
     assert args.hf_overrides == {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 5} and len(args.notices) == 2
-    path.write_text("enable-lora: true\n")
+    path.write_text("fully-sharded-loras: true\n")
     with pytest.raises(SystemExit):
         PARSER.parse_args(["--config", str(path)])
-    assert "--enable-lora true: LoRA adapters are not supported" in capsys.readouterr().err
+    assert "--fully-sharded-loras true: adapters run in slots on one device" in capsys.readouterr().err
 
 
 def test_notices_are_printed(monkeypatch, capsys):
@@ -260,7 +260,7 @@ def test_llm_takes_the_keywords_of_vllm_and_sglang(keywords, changed, stop_befor
 @pytest.mark.parametrize(
     "keywords, error, said",
     [
-        (dict(enable_lora=True), ValueError, "enable_lora: LoRA adapters are not supported"),
+        (dict(fully_sharded_loras=True), ValueError, "fully_sharded_loras: adapters run in slots on one device"),
         (dict(limit_mm_per_prompt={"image": 1}), ValueError, "limit_mm_per_prompt: only text inputs are supported"),
         (dict(shutdown_timeout=3), ValueError, "shutdown_timeout: a setting of jpaged serve, not of an engine"),
         (dict(host="0.0.0.0"), TypeError, "host: not a setting of an engine, whose settings are those of EngineConfig"),

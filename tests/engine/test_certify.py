@@ -18,7 +18,7 @@ class Runner:
     def __init__(self, name="first"):
         self.name, self.numerics = name, {"dtype": "float32"}
 
-    def fingerprint(self):
+    def fingerprint(self, adapter=None):
         return self.name
 
 

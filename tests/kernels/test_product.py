@@ -118,6 +118,43 @@ def test_several_weights_in_one_pass(implementation):
             np.testing.assert_array_equal(y_to, jax.jit(OPS[implementation].product)(x_ti, weight))
 
 
+@pytest.mark.parametrize("implementation", OPS)
+@pytest.mark.parametrize("name", ["float32", "int8", "int4 in groups of 32"])
+@pytest.mark.parametrize("rows", [1, 9, MANY])
+def test_numbers_added_to_the_sums(name, implementation, rows):
+    """They are added before the activation, and -0 changes no bit: rows without an adapter have the base's results."""
+    ops, x_ti = OPS[implementation], x_of(rows, 64)
+    gate, up = weight_in(FORMS[name], 50, 64), weight_in(FORMS[name], 50, 64, bias="float32")
+    if name != "float32":
+        up = weight_in(FORMS[name], 50, 64)
+    added = tuple(np.array(x_of(rows, 100)[:, at : at + 50]) for at in (0, 50))
+    for array in added:
+        array[::2] = -0.0
+    x = np.asarray(x_ti, np.float64)
+    gates, ups = (
+        x @ exact_matrix(each).T + (0 if each.bias is None else np.asarray(each.bias, np.float64)) + more
+        for each, more in zip((gate, up), added)
+    )
+    multiply = jax.jit(ops.product, static_argnames="activation")
+    assert_product(multiply(x_ti, gate, added=added[:1]), gates, 64)
+    found = multiply(x_ti, gate, up=up, activation="silu", added=added)
+    assert_product(found, gates / (1 + np.exp(-gates)) * ups, 64 * 100)
+    for y_to, exact in zip(jax.jit(ops.products)(x_ti, gate, up, added=added), (gates, ups), strict=True):
+        assert_product(y_to, exact, 64)
+    plain = multiply(x_ti, gate, up=up, activation="silu")
+    np.testing.assert_array_equal(found[::2], plain[::2])
+    with pytest.raises(ValueError, match=r"^added: 1 arrays for 2 weights$"):
+        ops.product(x_ti, gate, up=up, added=added[:1])
+
+
+@pytest.mark.parametrize("implementation", OPS)
+def test_derivatives_by_the_numbers_added(implementation):
+    x_ti, weight, added = x_of(5, 64), weight_in(FORMS["float32"], 30, 64), x_of(5, 30)
+    loss = lambda added: (OPS[implementation].product(x_ti, weight, activation="silu", added=(added,)) ** 2).sum()
+    expected = jax.grad(lambda added: (jax.nn.silu(x_ti @ weight.values.T + added) ** 2).sum())(added)
+    np.testing.assert_allclose(jax.grad(loss)(added), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("depth", [64, 3 * SEGMENT])
 @pytest.mark.parametrize(
     "wanted", [[], [0], [5, 6, 70], range(UNIT_T + 3), range(UNIT_T - 1, UNIT_T + 9), range(0, UNIT_T + 9, 2)]

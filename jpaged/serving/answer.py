@@ -1,4 +1,4 @@
-"""Responses to the client: the bodies of both endpoints, complete and in chunks."""
+"""Responses to the client: the bodies of completions and chats, complete and in chunks."""
 
 import time
 import uuid
@@ -11,6 +11,8 @@ from jpaged.core.certificate import Certificate
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.codec import JsonObject
+from jpaged.serving.dialect import CHATS, Dialect
+from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
@@ -67,15 +69,16 @@ class _Choice:
 
 
 class Answer:
-    """Collector of deltas into choices; subclasses implement the forms of the two endpoints.
+    """Collector of deltas into choices; subclasses implement the forms of the endpoints.
 
     Choice i of prompt p is number p * n + i of the answer. Only returned choices count as completion tokens.
     """
 
     prefix = object_name = chunk_name = ""
+    dialect: Dialect = CHATS
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: GenerationRequest, prompts: Sequence[Prompt]):
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.prompts = prompts
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
@@ -143,9 +146,18 @@ class Answer:
         choice.kept_tokens = []
         return self._chunk(part)
 
-    def usage_chunk(self) -> JsonObject:
-        """Return the last chunk of a stream with usage."""
-        return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
+    def events(self, index: int) -> Iterable[JsonObject]:
+        """Return the events about a choice since its last ones."""
+        return () if (chunk := self.chunk(index)) is None else (chunk,)
+
+    def closing(self) -> Iterable[JsonObject]:
+        """Return the events that follow the end of all choices."""
+        if self._options.include_usage:
+            yield {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
+
+    def stream_end(self, error: ApiError) -> bytes:
+        """Return the end of a stream that fails."""
+        return self.dialect.stream_end(error)
 
     def record(self) -> JsonObject:
         """Return the fields for the log."""
@@ -221,7 +233,7 @@ class Answer:
 class CompletionAnswer(Answer):
     """Answer of `/v1/completions`."""
 
-    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionRequest, prompts: Sequence[Prompt]):
         super().__init__(model, vocabulary, body, prompts)
@@ -287,7 +299,7 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """Answer of `/v1/chat/completions`."""
 
-    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser):
         super().__init__(model, vocabulary, body, [prompt])

@@ -5,7 +5,7 @@ These functions take time in proportion to the body, so they run on worker threa
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -51,8 +51,14 @@ def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Ex
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
-    """Return the request of a body."""
+def prepare_chat(
+    service: Service, body: protocol.ChatRequest, new_answer: Callable[..., Answer] = ChatAnswer
+) -> Exchange:
+    """Return the request of a body.
+
+    Args:
+        new_answer: return the collector of the response, from the arguments of ChatAnswer.
+    """
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
@@ -68,8 +74,8 @@ def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
             names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
             new_id = lambda: f"call_{uuid.uuid4().hex}"
             new_parser = partial(form.parser, names, new_id, parallel, with_answer)
-        prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
-        answer = ChatAnswer(service.model_name, service.vocabulary, body, prompt, new_parser)
+        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
+        answer = new_answer(service.model_name, service.vocabulary, body, prompt, new_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
@@ -81,7 +87,7 @@ def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
         service.check_length(body.text_length, "prompt")
         tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        tokens = _render(service, cast(protocol.TokenizeChatRequest, body))
+        tokens = render(service, cast(protocol.TokenizeChatRequest, body))
     id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
@@ -141,7 +147,7 @@ def _prompts(
     return prompts
 
 
-def _render(service: Service, body: Conversation) -> list[int]:
+def render(service: Service, body: Conversation) -> list[int]:
     """Return the tokens of a conversation, by the template of the request, the server or the model."""
     tokenizer, config = _tokenizer(service, "messages"), service.config
     if body.chat_template is not None and not config.trust_request_chat_template:

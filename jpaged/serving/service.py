@@ -22,6 +22,7 @@ from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.metrics import Metrics
+from jpaged.serving.notices import Notices
 from jpaged.serving.template_process import TemplateProcess
 from jpaged.serving.tools import ToolFormat
 from jpaged.serving.turns import ClientTurns
@@ -114,6 +115,7 @@ class Service:
         vocabulary: texts and bytes of single tokens.
         grammars: compiler of structured outputs; None without a tokenizer.
         feed: sender of the page's map.
+        notices: log of the ignored parts of requests.
     """
 
     engines: InitVar[Sequence[Engine]]
@@ -128,6 +130,7 @@ class Service:
     bodies: BodyProcess = field(default_factory=BodyProcess)
     draining: bool = False
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    notices: Notices = field(default_factory=Notices)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self, engines: Sequence[Engine]) -> None:

@@ -10,11 +10,12 @@ from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler
 from jpaged.serving.generate import Work, in_turns
 from jpaged.serving.handlers import answering, showing
 from jpaged.serving.live import static
+from jpaged.serving.messages import CountTokensRequest, MessagesRequest
 from jpaged.serving.openapi import REFUSALS, show_openapi
 from jpaged.serving.prepare import detokenize, prepare_chat, prepare_completion, tokenize
 from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.service import ServerConfig
-from jpaged.serving.translate import prepare_responses
+from jpaged.serving.translate import count_tokens, prepare_messages, prepare_responses
 
 
 def _operation[B: BaseModel](
@@ -55,6 +56,14 @@ ENDPOINTS = (
     _operation(
         "/v1/responses", "answer a conversation in the form of OpenAI's Responses API; nothing is stored",
         ResponsesRequest, prepare_responses, dialect=dialect.RESPONSES,
+    ),
+    _operation(
+        "/v1/messages", "answer a conversation in the form of Anthropic's API",
+        MessagesRequest, prepare_messages, dialect=dialect.MESSAGES,
+    ),
+    _operation(
+        "/v1/messages/count_tokens", "count the tokens of the prompt of `/v1/messages`",
+        CountTokensRequest, count_tokens, dialect=dialect.MESSAGES,
     ),
     Endpoint("/v1/models", "every served name of the model, with `max_model_len` and `root`", showing(info.model_list)),
     Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),

@@ -43,6 +43,9 @@ TOO_LONG = {
     ),
     "text for its tokens": ("/tokenize", {"prompt": TEXT}, "prompt"),
     "items": ("/v1/responses", {"input": [{"role": "user", "content": TEXT}]}, "input"),
+    "blocks": (
+        "/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": TEXT}]}, "messages",
+    ),
     "messages for their tokens": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}, "messages"),
 }  # fmt: skip
 VALID = {

@@ -3,11 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic_core import from_json
-
 from jpaged.core.request import FinishReason
 from jpaged.serving import dialect
-from jpaged.serving.codec import JsonObject
+from jpaged.serving.codec import JsonObject, loads
 from jpaged.serving.messages import MessagesRequest
 from jpaged.serving.parts import Part, PartsAnswer
 
@@ -83,7 +81,7 @@ def _block(part: Part) -> JsonObject:
 def _arguments(text: str) -> JsonObject:
     """Return arguments as Anthropic's client reads them from a stream, also if they are cut off."""
     try:
-        arguments = from_json(text, allow_partial=True) if text else {}
+        arguments = loads(text, may_be_cut=True) if text else {}
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -74,6 +74,12 @@ class ReasoningItem(Open):
     content: Annotated[Items[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
 
 
+class ReferenceItem(Open):
+    """Reference to an item of an earlier response, which is refused."""
+
+    type: Literal["item_reference"]
+
+
 def _item_kind(item: Any) -> Any:
     return (item.get("type") or "message") if isinstance(item, dict) else "message"
 
@@ -82,7 +88,8 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(_item_kind),
 ]
 
@@ -198,6 +205,8 @@ class ResponsesRequest(Tolerant):
         """Return the chat request; ApiError 400 if a field is invalid."""
         if LOGPROBS in (self.include or ()):
             raise invalid("include", f"{LOGPROBS} is not supported; /v1/chat/completions returns logprobs")
+        if any(isinstance(item, ReferenceItem) for item in self.input):
+            raise invalid("input", "item_reference: nothing is stored; send store: false and whole items")
         functions, text = self.functions, self.text or TextConfig()
         return ResponsesChat.of(
             self.common()
@@ -233,6 +242,8 @@ class ResponsesRequest(Tolerant):
                     transcript.result(item.call_id, _joined(item.output))
                 case ReasoningItem():
                     transcript.think("".join(part.text for part in item.content or ()))
+                case ReferenceItem():
+                    pass
                 case _:
                     assert_never(item)
         return transcript

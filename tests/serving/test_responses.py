@@ -226,7 +226,7 @@ def test_options_become_those_of_a_chat():
         ({}, "input", "is required"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"type": "web_search_call"}]}, "input", "0: the type 'web_search_call' is not supported"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference' is not supported"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send store: false"),
         ({"input": [user("a"), {"type": "function_call", "name": "f"}]}, "input", "1.function_call.call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "the type 'input_image'"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input", "0.message.role"),

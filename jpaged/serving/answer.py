@@ -14,6 +14,7 @@ from jpaged.serving.codec import JsonObject
 from jpaged.serving.dialect import CHATS, Dialect
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from jpaged.serving.reasoning import ReasoningParser
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
@@ -22,6 +23,7 @@ VOCABULARY = 2**17  # approximate number of entries in a list of all tokens
 NEARBY = 16  # characters in which a prompt's token is searched if the tokenizer has changed the prompt's text
 
 type NewParser = Callable[[], ToolParser] | None
+type NewReasoningParser = Callable[[], ReasoningParser] | None
 
 
 class Prompt(NamedTuple):
@@ -51,6 +53,7 @@ class _Choice:
         decoder: decodes new tokens, whose offsets follow from the texts; None if offsets are not returned.
         length: characters of the decoded text. A character of several tokens counts when the last of them is there.
         parser: finds tool calls in the text; None without tools.
+        reasoning_parser: finds reasoning in front of the text; None if it is part of the text.
     """
 
     text: str = ""
@@ -62,6 +65,8 @@ class _Choice:
     length: int = 0
     prompt_logprobs: list[JsonObject | None] | None = None
     parser: ToolParser | None = None
+    reasoning: str = ""
+    reasoning_parser: ReasoningParser | None = None
     opened: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -139,11 +144,12 @@ class Answer:
     def chunk(self, index: int) -> JsonObject | None:
         """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
-        if not (choice.text or choice.tokens or choice.token_ids or choice.calls or choice.finish_reason):
+        news = choice.text, choice.reasoning, choice.tokens, choice.token_ids, choice.calls, choice.finish_reason
+        if not any(news):
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
-        choice.kept_tokens = []
+        choice.reasoning, choice.kept_tokens = "", []
         return self._chunk(part)
 
     def events(self, index: int) -> Iterable[JsonObject]:
@@ -301,9 +307,13 @@ class ChatAnswer(Answer):
 
     prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser):
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser,
+        new_reasoning_parser: NewReasoningParser = None,
+    ):  # fmt: skip
         super().__init__(model, vocabulary, body, [prompt])
-        self._new_parser = new_parser
+        self._new_parser, self._new_reasoning_parser = new_parser, new_reasoning_parser
+        self._reasoning_tokens = 0
         self._names_tool = body.names_tool
         self._role = body.answer_role
         self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
@@ -326,8 +336,30 @@ class ChatAnswer(Answer):
     def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
         choice = super()._opened(prompt, samples)
         choice.parser = self._new_parser and self._new_parser()
+        choice.reasoning_parser = self._new_reasoning_parser and self._new_reasoning_parser()
         choice.text = self._echo
         return choice
+
+    def _usage(self) -> JsonObject:
+        if self._new_reasoning_parser is None:
+            return super()._usage()
+        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+
+    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+        if (parser := choice.reasoning_parser) is not None:
+            reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+            if reasoning or parser.is_reasoning:
+                self._reasoning_tokens += len(delta.samples)
+            self._add_reasoning(choice, reasoning)
+            delta = delta._replace(text=text)
+        self._add_answer(choice, delta)
+
+    def _add_reasoning(self, choice: _Choice, text: str) -> None:
+        choice.reasoning += text
+
+    def _add_answer(self, choice: _Choice, delta: OutputDelta) -> None:
+        """Add the text of a delta without its reasoning."""
+        super()._add_text(choice, delta)
 
     def _end(self, choice: _Choice) -> JsonObject:
         end = super()._end(choice)
@@ -338,13 +370,14 @@ class ChatAnswer(Answer):
     def _finished(self, index: int, choice: _Choice) -> JsonObject:
         unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
         message: JsonObject = {"role": self._role, "content": choice.text, **unused}
+        message |= _reasoning_fields(choice.reasoning)
         if choice.calls:
             calls = [_call(call) for call in choice.calls.values()]
             message |= {"content": choice.text or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
     def _part(self, index: int, choice: _Choice) -> JsonObject:
-        delta: JsonObject = {"content": choice.text} if choice.text else {}
+        delta: JsonObject = _reasoning_fields(choice.reasoning) | ({"content": choice.text} if choice.text else {})
         if choice.calls:
             delta["tool_calls"] = [{"index": index} | _call(call) for index, call in choice.calls.items()]
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
@@ -363,6 +396,11 @@ class ChatAnswer(Answer):
     def _entry(self, token: int, logprob: float) -> JsonObject:
         text, data = self._names.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
+
+
+def _reasoning_fields(reasoning: str) -> JsonObject:
+    """Return reasoning under both of the names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def _offsets(text: str, tokens: Sequence[int], vocabulary: Vocabulary, skip_special_tokens: bool) -> list[int]:

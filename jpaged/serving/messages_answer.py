@@ -11,7 +11,7 @@ from jpaged.serving.parts import Part, PartsAnswer
 
 
 class MessagesAnswer(PartsAnswer):
-    """Message with a block for each text and each call."""
+    """Message with a block for the reasoning, for each text and for each call."""
 
     prefix = "msg_"
     dialect = dialect.MESSAGES
@@ -63,6 +63,8 @@ class MessagesAnswer(PartsAnswer):
 
     def _grown(self, part: Part, text: str) -> Iterable[JsonObject]:
         delta = {"type": "text_delta", "text": text}
+        if part.is_reasoning:
+            delta = {"type": "thinking_delta", "thinking": text}
         if part.call_id is not None:
             delta = {"type": "input_json_delta", "partial_json": text}
         return [{"type": "content_block_delta", "index": len(self.parts) - 1, "delta": delta}]
@@ -72,6 +74,8 @@ class MessagesAnswer(PartsAnswer):
 
 
 def _block(part: Part) -> JsonObject:
+    if part.is_reasoning:
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.call_id is None:
         return {"type": "text", "text": part.text}
     call_id = f"toolu_{part.call_id.removeprefix('call_')}"

@@ -1,4 +1,4 @@
-"""Answers that consist of parts: texts and calls in the order of the output."""
+"""Answers that consist of parts: reasoning, texts and calls in the order of the output."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ from jpaged.serving.tools import Parsed, ToolCallDelta
 
 @dataclass
 class Part:
-    """Text, or call of a tool.
+    """Text, reasoning, or call of a tool.
 
     Attributes:
         text: the text, or the arguments of the call.
+        is_reasoning: the text is reasoning.
         call_id: id of the call; None for a text.
         name: name of the tool.
         cut_off: the output ended within the part, at a limit.
     """
 
     text: str = ""
+    is_reasoning: bool = False
     call_id: str | None = None
     name: str = ""
     cut_off: bool = False
@@ -52,7 +54,10 @@ class PartsAnswer(ChatAnswer):
         events, self._events = self._events, []
         return events
 
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+    def _add_reasoning(self, choice: _Choice, text: str) -> None:
+        self._add_piece(text, is_reasoning=True)
+
+    def _add_answer(self, choice: _Choice, delta: OutputDelta) -> None:
         parser = choice.parser
         parsed = [parser.feed(delta.text) if parser else Parsed(delta.text, [])]
         if parser and delta.finish_reason:
@@ -60,20 +65,22 @@ class PartsAnswer(ChatAnswer):
         for piece in chain.from_iterable(each.in_order() for each in parsed):
             self._add_piece(piece)
         if delta.finish_reason:
-            if self.needs_part and not self.parts:
+            if self.needs_part and all(part.is_reasoning for part in self.parts):
+                self._end_part()
                 self._begin(Part())
             self._end_part(cut_off=delta.finish_reason != FinishReason.STOP)
 
-    def _add_piece(self, piece: str | ToolCallDelta) -> None:
+    def _add_piece(self, piece: str | ToolCallDelta, *, is_reasoning: bool = False) -> None:
         if isinstance(piece, ToolCallDelta):
             if piece.id is not None:
                 self._end_part()
                 self._begin(Part(call_id=piece.id, name=piece.name or ""))
             text = piece.arguments
         else:
-            if piece and not (self.parts and self.parts[-1].call_id is None):
+            last = self.parts[-1] if self.parts else None
+            if piece and (last is None or last.call_id is not None or last.is_reasoning != is_reasoning):
                 self._end_part()
-                self._begin(Part())
+                self._begin(Part(is_reasoning=is_reasoning))
             text = piece
         if text:
             self.parts[-1].text += text

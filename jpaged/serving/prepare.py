@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, cast
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, NewReasoningParser, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
+from jpaged.serving.reasoning import ReasoningParser
 from jpaged.serving.service import Service
 from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
+
+LAST_TOKENS = 16  # of a prompt; they have an opening mark and the white space after it
 
 
 class Exchange(NamedTuple):
@@ -64,6 +67,7 @@ def prepare_chat(
         params = body.params(service.sampling_defaults)
         _check(service, body)
         new_parser = None
+        is_bound = params.structured_outputs is not None or body.must_call
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
                 raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
@@ -75,8 +79,17 @@ def prepare_chat(
             new_id = lambda: f"call_{uuid.uuid4().hex}"
             new_parser = partial(form.parser, names, new_id, parallel, with_answer)
         prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
-        answer = new_answer(service.model_name, service.vocabulary, body, prompt, new_parser)
+        new_reasoning_parser = None if is_bound else _reasoning_parser(service, prompt)
+        answer = new_answer(service.model_name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
+
+
+def _reasoning_parser(service: Service, prompt: Prompt) -> NewReasoningParser:
+    """Return the maker of parsers of reasoning, which the prompt may have opened."""
+    if (marks := service.reasoning_marks) is None:
+        return None
+    end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
+    return partial(ReasoningParser, marks, end.rstrip().endswith(marks.opening))
 
 
 def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:

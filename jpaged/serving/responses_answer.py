@@ -13,7 +13,7 @@ from jpaged.serving.responses import ReasoningConfig, ResponsesRequest, TextConf
 
 
 class ResponsesAnswer(PartsAnswer):
-    """Response with a message for each text, and an item for each call."""
+    """Response with an item for the reasoning, a message for each text, and an item for each call."""
 
     prefix = "resp_"
     dialect = dialect.RESPONSES
@@ -92,7 +92,7 @@ class ResponsesAnswer(PartsAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
@@ -106,27 +106,33 @@ class ResponsesAnswer(PartsAnswer):
         status = "incomplete" if part.cut_off else "completed"
         if part.call_id is not None:
             return self._call(part, number, status)
-        return self._message(number, status, [_output_text(part.text)])
+        return self._text_item(part, number, status, [_content(part, part.text)])
 
-    def _message(self, number: int, status: str, content: list[JsonObject]) -> JsonObject:
-        fields = {"type": "message", "status": status, "role": "assistant"}
-        return {"id": self._item_ids[number], **fields, "content": content}
+    def _text_item(self, part: Part, number: int, status: str, content: list[JsonObject]) -> JsonObject:
+        if part.is_reasoning:
+            kind: JsonObject = {"type": "reasoning", "status": status, "summary": []}
+        else:
+            kind = {"type": "message", "status": status, "role": "assistant"}
+        return {"id": self._item_ids[number], **kind, "content": content}
 
     def _call(self, part: Part, number: int, status: str) -> JsonObject:
         fields = {"type": "function_call", "status": status, "call_id": part.call_id}
         return {"id": self._item_ids[number], **fields, "name": part.name, "arguments": part.text}
 
     def _begun(self, part: Part) -> Iterable[JsonObject]:
-        self._item_ids.append(f"{'msg' if part.call_id is None else 'fc'}_{uuid.uuid4().hex}")
+        prefix = "rs" if part.is_reasoning else "msg" if part.call_id is None else "fc"
+        self._item_ids.append(f"{prefix}_{uuid.uuid4().hex}")
         number, name = len(self._item_ids) - 1, "response.output_item.added"
         if part.call_id is not None:
             return [self._event(name, output_index=number, item=self._call(part, number, "in_progress"))]
-        added = self._event(name, output_index=number, item=self._message(number, "in_progress", []))
-        return [added, self._text_event("response.content_part.added", part=_output_text(""))]
+        added = self._event(name, output_index=number, item=self._text_item(part, number, "in_progress", []))
+        return [added, self._text_event("response.content_part.added", part=_content(part, ""))]
 
     def _grown(self, part: Part, text: str) -> Iterable[JsonObject]:
         if part.call_id is not None:
             return [self._item_event("response.function_call_arguments.delta", delta=text)]
+        if part.is_reasoning:
+            return [self._text_event("response.reasoning_text.delta", delta=text)]
         return [self._text_event("response.output_text.delta", delta=text, logprobs=[])]
 
     def _ended(self, part: Part) -> Iterable[JsonObject]:
@@ -135,9 +141,11 @@ class ResponsesAnswer(PartsAnswer):
             whole = {"name": part.name, "arguments": part.text}
             events = [self._item_event("response.function_call_arguments.done", **whole)]
         else:
+            name = "reasoning_text" if part.is_reasoning else "output_text"
+            logprobs: JsonObject = {} if part.is_reasoning else {"logprobs": []}
             events = [
-                self._text_event("response.output_text.done", text=part.text, logprobs=[]),
-                self._text_event("response.content_part.done", part=_output_text(part.text)),
+                self._text_event(f"response.{name}.done", text=part.text, **logprobs),
+                self._text_event("response.content_part.done", part=_content(part, part.text)),
             ]
         return [*events, self._event("response.output_item.done", output_index=number, item=self._item(number))]
 
@@ -150,5 +158,8 @@ class ResponsesAnswer(PartsAnswer):
         return self._item_event(kind, content_index=0, **fields)
 
 
-def _output_text(text: str) -> JsonObject:
+def _content(part: Part, text: str) -> JsonObject:
+    """Return the content of an item of a text or of reasoning."""
+    if part.is_reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -59,6 +59,8 @@ def added_up(events):
         block, change = message["content"][-1], event["delta"]
         if change["type"] == "text_delta":
             block["text"] += change["text"]
+        elif change["type"] == "thinking_delta":
+            block["thinking"] += change["thinking"]
         else:
             assert change["type"] == "input_json_delta"
             json_texts[event["index"]] = json_texts.get(event["index"], "") + change["partial_json"]

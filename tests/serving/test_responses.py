@@ -70,9 +70,9 @@ def added_up(events):
         match kind:
             case "content_part.added":
                 item["content"].append(event["part"])
-            case "output_text.delta":
+            case "output_text.delta" | "reasoning_text.delta":
                 item["content"][event["content_index"]]["text"] += event["delta"]
-            case "output_text.done":
+            case "output_text.done" | "reasoning_text.done":
                 assert item["content"][0]["text"] == event["text"]
             case "content_part.done":
                 assert item["content"] == [event["part"]]

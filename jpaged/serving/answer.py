@@ -85,7 +85,7 @@ class Answer:
     def __init__(self, model: str, vocabulary: Vocabulary, body: GenerationRequest, prompts: Sequence[Prompt]):
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.prompts = prompts
-        self._completion_tokens = 0
+        self._completion_tokens = self._reasoning_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._vocabulary = vocabulary
@@ -106,6 +106,8 @@ class Answer:
         choice = self._choices[index]
         self._completion_tokens += len(delta.samples)
         self._cached_tokens[prompt] = delta.num_cached_tokens
+        if choice.reasoning_parser is not None:
+            delta = self._without_reasoning(choice, choice.reasoning_parser, delta)
         self._add_text(choice, delta)
         for sample in delta.samples if self._num_top is not None else ():
             text = choice.decoder.step(sample.token) if choice.decoder else ""
@@ -144,8 +146,8 @@ class Answer:
     def chunk(self, index: int) -> JsonObject | None:
         """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
-        news = choice.text, choice.reasoning, choice.tokens, choice.token_ids, choice.calls, choice.finish_reason
-        if not any(news):
+        has_text = choice.text or choice.reasoning or choice.calls
+        if not (has_text or choice.tokens or choice.token_ids or choice.finish_reason):
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
@@ -188,6 +190,17 @@ class Answer:
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _without_reasoning(self, choice: _Choice, parser: ReasoningParser, delta: OutputDelta) -> OutputDelta:
+        """Add the reasoning of a delta, and return the delta without it."""
+        reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        if reasoning or parser.is_reasoning:
+            self._reasoning_tokens += len(delta.samples)
+        self._add_reasoning(choice, reasoning)
+        return delta._replace(text=text)
+
+    def _add_reasoning(self, choice: _Choice, text: str) -> None:
+        choice.reasoning += text
 
     def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
         if choice.parser is None:
@@ -313,7 +326,6 @@ class ChatAnswer(Answer):
     ):  # fmt: skip
         super().__init__(model, vocabulary, body, [prompt])
         self._new_parser, self._new_reasoning_parser = new_parser, new_reasoning_parser
-        self._reasoning_tokens = 0
         self._names_tool = body.names_tool
         self._role = body.answer_role
         self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
@@ -345,22 +357,6 @@ class ChatAnswer(Answer):
             return super()._usage()
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
 
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
-        if (parser := choice.reasoning_parser) is not None:
-            reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
-            if reasoning or parser.is_reasoning:
-                self._reasoning_tokens += len(delta.samples)
-            self._add_reasoning(choice, reasoning)
-            delta = delta._replace(text=text)
-        self._add_answer(choice, delta)
-
-    def _add_reasoning(self, choice: _Choice, text: str) -> None:
-        choice.reasoning += text
-
-    def _add_answer(self, choice: _Choice, delta: OutputDelta) -> None:
-        """Add the text of a delta without its reasoning."""
-        super()._add_text(choice, delta)
-
     def _end(self, choice: _Choice) -> JsonObject:
         end = super()._end(choice)
         # With a `tool_choice` that names the function, `finish_reason` is "stop", as in OpenAI's API.
@@ -377,7 +373,9 @@ class ChatAnswer(Answer):
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
     def _part(self, index: int, choice: _Choice) -> JsonObject:
-        delta: JsonObject = _reasoning_fields(choice.reasoning) | ({"content": choice.text} if choice.text else {})
+        delta: JsonObject = {"content": choice.text} if choice.text else {}
+        if choice.reasoning:
+            delta |= _reasoning_fields(choice.reasoning)
         if choice.calls:
             delta["tool_calls"] = [{"index": index} | _call(call) for index, call in choice.calls.items()]
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}

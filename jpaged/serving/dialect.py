@@ -35,7 +35,7 @@ class Dialect:
 
     def frames(self, events: Iterable[JsonObject]) -> bytes:
         """Return events as they are sent."""
-        return b"".join(b"data: %b\n\n" % dumps(event) for event in events)
+        return b"".join([b"data: %b\n\n" % dumps(event) for event in events])
 
     def stream_end(self, error: ApiError) -> bytes:
         """Return the end of a stream that fails: an event with the error, because it is too late for a status."""

@@ -15,7 +15,7 @@ from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.engine.async_engine import Deltas
 from jpaged.engine.engine import RequestOptions
 from jpaged.serving.answer import Answer
-from jpaged.serving.codec import dumps_long
+from jpaged.serving.codec import JsonObject, dumps_long
 from jpaged.serving.endpoint import Operation
 from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
@@ -136,7 +136,10 @@ def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:
 
 
 def _chunks(answer: Answer, deltas: Deltas) -> bytes:
-    return answer.dialect.frames(event for index in _add(answer, deltas) for event in answer.events(index))
+    events: list[JsonObject] = []
+    for index in _add(answer, deltas):
+        events += answer.events(index)
+    return answer.dialect.frames(events)
 
 
 async def _end(request: web.Request, response: web.StreamResponse, end: bytes) -> None:

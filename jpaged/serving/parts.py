@@ -57,7 +57,7 @@ class PartsAnswer(ChatAnswer):
     def _add_reasoning(self, choice: _Choice, text: str) -> None:
         self._add_piece(text, is_reasoning=True)
 
-    def _add_answer(self, choice: _Choice, delta: OutputDelta) -> None:
+    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
         parser = choice.parser
         parsed = [parser.feed(delta.text) if parser else Parsed(delta.text, [])]
         if parser and delta.finish_reason:

@@ -46,7 +46,7 @@ class _Token(NamedTuple):
 
 
 @dataclass
-class _Choice:
+class Choice:
     """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
@@ -96,7 +96,7 @@ class Answer:
         self._num_top = body.num_top_logprobs if body.logprob_token_ids is None else len(body.logprob_token_ids)
         self._prompt_top = body.prompt_logprobs
         self._with_ids, self._with_kept = bool(body.return_token_ids), bool(body.kept_tokens)
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, Choice] = {}
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
         """Add a delta to its choice and return the choice's index."""
@@ -191,7 +191,7 @@ class Answer:
             chunk["usage"] = None
         return chunk
 
-    def _without_reasoning(self, choice: _Choice, parser: ReasoningParser, delta: OutputDelta) -> OutputDelta:
+    def _without_reasoning(self, choice: Choice, parser: ReasoningParser, delta: OutputDelta) -> OutputDelta:
         """Add the reasoning of a delta, and return the delta without it."""
         reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
         if reasoning or parser.is_reasoning:
@@ -199,10 +199,10 @@ class Answer:
         self._add_reasoning(choice, reasoning)
         return delta._replace(text=text)
 
-    def _add_reasoning(self, choice: _Choice, text: str) -> None:
+    def _add_reasoning(self, choice: Choice, text: str) -> None:
         choice.reasoning += text
 
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+    def _add_text(self, choice: Choice, delta: OutputDelta) -> None:
         if choice.parser is None:
             choice.text += delta.text
             return
@@ -217,12 +217,12 @@ class Answer:
                 else:
                     choice.calls[call.index] = call
 
-    def _ids(self, index: int, choice: _Choice) -> JsonObject:
+    def _ids(self, index: int, choice: Choice) -> JsonObject:
         return {"token_ids": choice.token_ids} if self._with_ids else {}
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         """Return a choice before any text, with the logprobs of its prompt's tokens except the first."""
-        choice = _Choice()
+        choice = Choice()
         if self._prompt_top is not None:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]
         return choice
@@ -237,15 +237,15 @@ class Answer:
             for token, (logprob, rank) in ranked.items()
         }
 
-    def _end(self, choice: _Choice) -> JsonObject:
+    def _end(self, choice: Choice) -> JsonObject:
         end: JsonObject = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         kept: JsonObject = {"kept_tokens": choice.kept_tokens} if self._with_kept else {}
         return end | kept | ({"certificate": choice.certificate.as_json()} if choice.certificate else {})
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         raise NotImplementedError
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         raise NotImplementedError
 
 
@@ -266,7 +266,7 @@ class CompletionAnswer(Answer):
             delta = delta._replace(finish_reason=FinishReason.LENGTH, stop_reason=None)
         return super().add(prompt, delta)
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         choice = super()._opened(prompt, samples)
         if self._echo:
             if (text := prompt.text) is None and (tokenizer := self._vocabulary.tokenizer):
@@ -280,19 +280,19 @@ class CompletionAnswer(Answer):
         choice.decoder = TokenDecoder(self._vocabulary, prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
         return choice
 
-    def _ids(self, index: int, choice: _Choice) -> JsonObject:
+    def _ids(self, index: int, choice: Choice) -> JsonObject:
         """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
         ids = super()._ids(index, choice)
         prompt = None if choice.opened else self.prompts[index // self._num_choices].token_ids
         return ids and ids | {"prompt_token_ids": prompt}
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         return self._part(index, choice) | {"prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": None}
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         return {"index": index, "text": choice.text, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
+    def _token_logprobs(self, choice: Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         return {
@@ -339,13 +339,13 @@ class ChatAnswer(Answer):
         """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
             delta = {"role": self._role, "content": ""}
-            choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
+            choice = {"index": index, "delta": delta, "logprobs": None} | self._end(Choice())
             yield self._chunk(choice) | self._prompt_ids()
 
     def _prompt_ids(self) -> JsonObject:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         choice = super()._opened(prompt, samples)
         choice.parser = self._new_parser and self._new_parser()
         choice.reasoning_parser = self._new_reasoning_parser and self._new_reasoning_parser()
@@ -357,13 +357,13 @@ class ChatAnswer(Answer):
             return super()._usage()
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
 
-    def _end(self, choice: _Choice) -> JsonObject:
+    def _end(self, choice: Choice) -> JsonObject:
         end = super()._end(choice)
         # With a `tool_choice` that names the function, `finish_reason` is "stop", as in OpenAI's API.
         called = choice.parser is not None and choice.parser.called and not self._names_tool
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
         message: JsonObject = {"role": self._role, "content": choice.text, **unused}
         message |= _reasoning_fields(choice.reasoning)
@@ -372,7 +372,7 @@ class ChatAnswer(Answer):
             message |= {"content": choice.text or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         delta: JsonObject = {"content": choice.text} if choice.text else {}
         if choice.reasoning:
             delta |= _reasoning_fields(choice.reasoning)
@@ -380,7 +380,7 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = [{"index": index} | _call(call) for index, call in choice.calls.items()]
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
+    def _token_logprobs(self, choice: Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         content = [

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from jpaged.core.request import FinishReason, OutputDelta
-from jpaged.serving.answer import ChatAnswer, _Choice
+from jpaged.serving.answer import ChatAnswer, Choice
 from jpaged.serving.codec import JsonObject
 from jpaged.serving.tools import Parsed, ToolCallDelta
 
@@ -54,10 +54,10 @@ class PartsAnswer(ChatAnswer):
         events, self._events = self._events, []
         return events
 
-    def _add_reasoning(self, choice: _Choice, text: str) -> None:
+    def _add_reasoning(self, choice: Choice, text: str) -> None:
         self._add_piece(text, is_reasoning=True)
 
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+    def _add_text(self, choice: Choice, delta: OutputDelta) -> None:
         parser = choice.parser
         parsed = [parser.feed(delta.text) if parser else Parsed(delta.text, [])]
         if parser and delta.finish_reason:

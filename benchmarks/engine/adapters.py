@@ -114,8 +114,8 @@ def main() -> int:
     into_slot = 1000 * statistics.median(each for _, each in seconds)
     report.publish(
         "Low-rank adapters on a CPU",
-        f"{args.dtype}; {REQUESTS} requests of {PROMPT} tokens and {OUTPUT} more, {CONCURRENCY} at a time; rank {RANK} in "
-        f"every linear layer; {SLOTS} slots. Medians of {args.rounds} rounds.",
+        f"{args.dtype}; {REQUESTS} requests of {PROMPT} tokens and {OUTPUT} more, {CONCURRENCY} at a time; rank {RANK} "
+        f"in every linear layer; {SLOTS} slots. Medians of {args.rounds} rounds.",
         table(rows, COLUMNS),
         f"An adapter moves from the host into a slot in {into_slot:.1f} ms.",
     )

@@ -182,9 +182,7 @@ class RolloutWorker:
         params = dataclasses.replace(params, logprobs=params.logprobs or 0)
         seeds = [None if params.seed is None else (params.seed + index * params.n) % 2**63 for index in requests]
         params_of_each = [dataclasses.replace(params, seed=seed) for seed in seeds]
-        return self.llm.generate(
-            list(requests.values()), params_of_each, lora_request=self._adapter, use_tqdm=False
-        )
+        return self.llm.generate(list(requests.values()), params_of_each, lora_request=self._adapter, use_tqdm=False)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """Return the logprobs of the generated tokens under the present parameters, [B, W], 0 elsewhere."""

@@ -1,4 +1,4 @@
-"""Responses to the client: the bodies of both endpoints, complete and in chunks."""
+"""Responses to the client: the bodies of completions and chats, complete and in chunks."""
 
 import time
 import uuid
@@ -11,7 +11,10 @@ from jpaged.core.certificate import Certificate
 from jpaged.core.plan import Sample
 from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.codec import JsonObject
+from jpaged.serving.dialect import CHATS, Dialect
+from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from jpaged.serving.reasoning import ReasoningParser
 from jpaged.serving.tools import ToolCallDelta, ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
@@ -20,6 +23,7 @@ VOCABULARY = 2**17  # approximate number of entries in a list of all tokens
 NEARBY = 16  # characters in which a prompt's token is searched if the tokenizer has changed the prompt's text
 
 type NewParser = Callable[[], ToolParser] | None
+type NewReasoningParser = Callable[[], ReasoningParser] | None
 
 
 class Prompt(NamedTuple):
@@ -42,13 +46,14 @@ class _Token(NamedTuple):
 
 
 @dataclass
-class _Choice:
+class Choice:
     """One choice: all of it so far or, when streaming, the part that has not been sent yet.
 
     Attributes:
         decoder: decodes new tokens, whose offsets follow from the texts; None if offsets are not returned.
         length: characters of the decoded text. A character of several tokens counts when the last of them is there.
         parser: finds tool calls in the text; None without tools.
+        reasoning_parser: finds reasoning in front of the text; None if it is part of the text.
     """
 
     text: str = ""
@@ -60,6 +65,8 @@ class _Choice:
     length: int = 0
     prompt_logprobs: list[JsonObject | None] | None = None
     parser: ToolParser | None = None
+    reasoning: str = ""
+    reasoning_parser: ReasoningParser | None = None
     opened: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -67,17 +74,18 @@ class _Choice:
 
 
 class Answer:
-    """Collector of deltas into choices; subclasses implement the forms of the two endpoints.
+    """Collector of deltas into choices; subclasses implement the forms of the endpoints.
 
     Choice i of prompt p is number p * n + i of the answer. Only returned choices count as completion tokens.
     """
 
     prefix = object_name = chunk_name = ""
+    dialect: Dialect = CHATS
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: GenerationRequest, prompts: Sequence[Prompt]):
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.prompts = prompts
-        self._completion_tokens = 0
+        self._completion_tokens = self._reasoning_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._vocabulary = vocabulary
@@ -88,7 +96,7 @@ class Answer:
         self._num_top = body.num_top_logprobs if body.logprob_token_ids is None else len(body.logprob_token_ids)
         self._prompt_top = body.prompt_logprobs
         self._with_ids, self._with_kept = bool(body.return_token_ids), bool(body.kept_tokens)
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, Choice] = {}
 
     def add(self, prompt: int, delta: OutputDelta) -> int:
         """Add a delta to its choice and return the choice's index."""
@@ -98,6 +106,8 @@ class Answer:
         choice = self._choices[index]
         self._completion_tokens += len(delta.samples)
         self._cached_tokens[prompt] = delta.num_cached_tokens
+        if choice.reasoning_parser is not None:
+            delta = self._without_reasoning(choice, choice.reasoning_parser, delta)
         self._add_text(choice, delta)
         for sample in delta.samples if self._num_top is not None else ():
             text = choice.decoder.step(sample.token) if choice.decoder else ""
@@ -136,16 +146,26 @@ class Answer:
     def chunk(self, index: int) -> JsonObject | None:
         """Return the additions to a choice since its last chunk, or None if there are none to show."""
         choice = self._choices[index]
-        if not (choice.text or choice.tokens or choice.token_ids or choice.calls or choice.finish_reason):
+        has_text = choice.text or choice.reasoning or choice.calls
+        if not (has_text or choice.tokens or choice.token_ids or choice.finish_reason):
             return None
         part = self._part(index, choice) | self._ids(index, choice) | self._end(choice)
         choice.text, choice.tokens, choice.token_ids, choice.calls, choice.opened = "", [], [], {}, True
-        choice.kept_tokens = []
+        choice.reasoning, choice.kept_tokens = "", []
         return self._chunk(part)
 
-    def usage_chunk(self) -> JsonObject:
-        """Return the last chunk of a stream with usage."""
-        return {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
+    def events(self, index: int) -> Iterable[JsonObject]:
+        """Return the events about a choice since its last ones."""
+        return () if (chunk := self.chunk(index)) is None else (chunk,)
+
+    def closing(self) -> Iterable[JsonObject]:
+        """Return the events that follow the end of all choices."""
+        if self._options.include_usage:
+            yield {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage()}
+
+    def stream_end(self, error: ApiError) -> bytes:
+        """Return the end of a stream that fails."""
+        return self.dialect.stream_end(error)
 
     def record(self) -> JsonObject:
         """Return the fields for the log."""
@@ -171,7 +191,18 @@ class Answer:
             chunk["usage"] = None
         return chunk
 
-    def _add_text(self, choice: _Choice, delta: OutputDelta) -> None:
+    def _without_reasoning(self, choice: Choice, parser: ReasoningParser, delta: OutputDelta) -> OutputDelta:
+        """Add the reasoning of a delta, and return the delta without it."""
+        reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        if reasoning or parser.is_reasoning:
+            self._reasoning_tokens += len(delta.samples)
+        self._add_reasoning(choice, reasoning)
+        return delta._replace(text=text)
+
+    def _add_reasoning(self, choice: Choice, text: str) -> None:
+        choice.reasoning += text
+
+    def _add_text(self, choice: Choice, delta: OutputDelta) -> None:
         if choice.parser is None:
             choice.text += delta.text
             return
@@ -186,12 +217,12 @@ class Answer:
                 else:
                     choice.calls[call.index] = call
 
-    def _ids(self, index: int, choice: _Choice) -> JsonObject:
+    def _ids(self, index: int, choice: Choice) -> JsonObject:
         return {"token_ids": choice.token_ids} if self._with_ids else {}
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         """Return a choice before any text, with the logprobs of its prompt's tokens except the first."""
-        choice = _Choice()
+        choice = Choice()
         if self._prompt_top is not None:
             choice.prompt_logprobs = [None, *(self._logprobs_by_id(sample, self._prompt_top) for sample in samples)]
         return choice
@@ -206,22 +237,22 @@ class Answer:
             for token, (logprob, rank) in ranked.items()
         }
 
-    def _end(self, choice: _Choice) -> JsonObject:
+    def _end(self, choice: Choice) -> JsonObject:
         end: JsonObject = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         kept: JsonObject = {"kept_tokens": choice.kept_tokens} if self._with_kept else {}
         return end | kept | ({"certificate": choice.certificate.as_json()} if choice.certificate else {})
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         raise NotImplementedError
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         raise NotImplementedError
 
 
 class CompletionAnswer(Answer):
     """Answer of `/v1/completions`."""
 
-    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionRequest, prompts: Sequence[Prompt]):
         super().__init__(model, vocabulary, body, prompts)
@@ -235,7 +266,7 @@ class CompletionAnswer(Answer):
             delta = delta._replace(finish_reason=FinishReason.LENGTH, stop_reason=None)
         return super().add(prompt, delta)
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         choice = super()._opened(prompt, samples)
         if self._echo:
             if (text := prompt.text) is None and (tokenizer := self._vocabulary.tokenizer):
@@ -249,19 +280,19 @@ class CompletionAnswer(Answer):
         choice.decoder = TokenDecoder(self._vocabulary, prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
         return choice
 
-    def _ids(self, index: int, choice: _Choice) -> JsonObject:
+    def _ids(self, index: int, choice: Choice) -> JsonObject:
         """Return the token ids of a chunk; a choice's first chunk includes the prompt's."""
         ids = super()._ids(index, choice)
         prompt = None if choice.opened else self.prompts[index // self._num_choices].token_ids
         return ids and ids | {"prompt_token_ids": prompt}
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         return self._part(index, choice) | {"prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": None}
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         return {"index": index, "text": choice.text, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
+    def _token_logprobs(self, choice: Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         return {
@@ -287,11 +318,14 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """Answer of `/v1/chat/completions`."""
 
-    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser):
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, body: ChatRequest, prompt: Prompt, new_parser: NewParser,
+        new_reasoning_parser: NewReasoningParser = None,
+    ):  # fmt: skip
         super().__init__(model, vocabulary, body, [prompt])
-        self._new_parser = new_parser
+        self._new_parser, self._new_reasoning_parser = new_parser, new_reasoning_parser
         self._names_tool = body.names_tool
         self._role = body.answer_role
         self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
@@ -305,39 +339,48 @@ class ChatAnswer(Answer):
         """Yield a chunk with the role for each choice."""
         for index in range(self._num_choices):
             delta = {"role": self._role, "content": ""}
-            choice = {"index": index, "delta": delta, "logprobs": None} | self._end(_Choice())
+            choice = {"index": index, "delta": delta, "logprobs": None} | self._end(Choice())
             yield self._chunk(choice) | self._prompt_ids()
 
     def _prompt_ids(self) -> JsonObject:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self._with_ids else {}
 
-    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> _Choice:
+    def _opened(self, prompt: Prompt, samples: Sequence[Sample]) -> Choice:
         choice = super()._opened(prompt, samples)
         choice.parser = self._new_parser and self._new_parser()
+        choice.reasoning_parser = self._new_reasoning_parser and self._new_reasoning_parser()
         choice.text = self._echo
         return choice
 
-    def _end(self, choice: _Choice) -> JsonObject:
+    def _usage(self) -> JsonObject:
+        if self._new_reasoning_parser is None:
+            return super()._usage()
+        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
+
+    def _end(self, choice: Choice) -> JsonObject:
         end = super()._end(choice)
         # With a `tool_choice` that names the function, `finish_reason` is "stop", as in OpenAI's API.
         called = choice.parser is not None and choice.parser.called and not self._names_tool
         return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == FinishReason.STOP else end
 
-    def _finished(self, index: int, choice: _Choice) -> JsonObject:
+    def _finished(self, index: int, choice: Choice) -> JsonObject:
         unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
         message: JsonObject = {"role": self._role, "content": choice.text, **unused}
+        message |= _reasoning_fields(choice.reasoning)
         if choice.calls:
             calls = [_call(call) for call in choice.calls.values()]
             message |= {"content": choice.text or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._token_logprobs(choice)}
 
-    def _part(self, index: int, choice: _Choice) -> JsonObject:
+    def _part(self, index: int, choice: Choice) -> JsonObject:
         delta: JsonObject = {"content": choice.text} if choice.text else {}
+        if choice.reasoning:
+            delta |= _reasoning_fields(choice.reasoning)
         if choice.calls:
             delta["tool_calls"] = [{"index": index} | _call(call) for index, call in choice.calls.items()]
         return {"index": index, "delta": delta, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: _Choice) -> JsonObject | None:
+    def _token_logprobs(self, choice: Choice) -> JsonObject | None:
         if self._num_top is None:
             return None
         content = [
@@ -351,6 +394,11 @@ class ChatAnswer(Answer):
     def _entry(self, token: int, logprob: float) -> JsonObject:
         text, data = self._names.text(token), self._vocabulary.bytes(token)
         return {"token": text, "logprob": _in_json(logprob), "bytes": list(data)}
+
+
+def _reasoning_fields(reasoning: str) -> JsonObject:
+    """Return reasoning under both of the names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def _offsets(text: str, tokens: Sequence[int], vocabulary: Vocabulary, skip_special_tokens: bool) -> list[int]:

@@ -8,15 +8,15 @@ import os
 from pydantic import BaseModel
 
 from jpaged.child import ChildFailed, Children, confine, serve
-from jpaged.serving import protocol
+from jpaged.serving import messages, protocol, responses
 from jpaged.serving.codec import dumps
-from jpaged.serving.conversation import Conversation
 from jpaged.serving.errors import ApiError
 from jpaged.serving.parse import parse
 
 TIMEOUT_S = 30.0
 MAX_MEMORY_BYTES = 8 * 2**30
 NICENESS = 10  # steps have the processor first
+KINDS = vars(protocol) | vars(responses) | vars(messages)  # the classes of bodies by their names
 
 type Fault = tuple[int, str, str | None, str]
 
@@ -28,7 +28,7 @@ class BodyProcess:
         self._children = Children("jpaged.serving.body_process", None)
 
     def text_length(self, kind: type[BaseModel], data: bytes, ignore_unknown: bool) -> tuple[int, str]:
-        """Return the `text_length` of a body, whose kind is a class of `protocol`, and the field with the text.
+        """Return the `text_length` of a body, whose kind is one of KINDS, and the field with the text.
 
         The length is 0 if the process fails.
 
@@ -49,10 +49,10 @@ class BodyProcess:
 def _answer(question: tuple[str, str, bool]) -> tuple[int, str, Fault | None]:
     kind, data, ignore_unknown = question
     try:
-        body = parse(getattr(protocol, kind), data.encode("latin-1"), ignore_unknown=ignore_unknown)
+        body = parse(KINDS[kind], data.encode("latin-1"), ignore_unknown=ignore_unknown)
     except ApiError as error:
         return 0, "", (error.status, error.message, error.param, error.code)
-    return getattr(body, "text_length", 0), "messages" if isinstance(body, Conversation) else "prompt", None
+    return getattr(body, "text_length", 0), getattr(body, "text_field", "prompt"), None
 
 
 if __name__ == "__main__":

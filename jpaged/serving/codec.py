@@ -10,14 +10,17 @@ JsonObject = dict[str, Any]
 _ANY = TypeAdapter[Any](Any)
 
 
-def loads(text: str) -> Any:
+def loads(text: str, *, may_be_cut: bool = False) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        may_be_cut: the end of the text may be missing. An incomplete string, number or word is then left out.
 
     Raises:
         ValueError: the text is not JSON, or contains half a surrogate pair.
     """
     try:
-        return _ANY.validate_json(text)
+        return _ANY.validate_json(text, experimental_allow_partial=may_be_cut)
     except ValidationError as error:
         raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 

@@ -1,7 +1,7 @@
 """Messages, tools and options of a conversation, in the form of the OpenAI API."""
 
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import ConfigDict, Field
 
@@ -124,6 +124,8 @@ class NamedToolChoice(Open):
 
 class Conversation(Strict):
     """Arguments of a chat template."""
+
+    text_field: ClassVar = "messages"  # the field that `text_length` is about
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from pydantic import BaseModel
 
+from jpaged.serving.dialect import CHATS, Dialect
 from jpaged.serving.prepare import Exchange
 from jpaged.serving.service import Service
 
@@ -35,6 +36,7 @@ class Endpoint:
         is_open: no API key is needed, because no text of any request is returned.
         is_described: the OpenAPI document has the endpoint.
         setting: field of ServerConfig without which the endpoint does not exist.
+        dialect: form of errors and streams.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Endpoint:
     is_open: bool = False
     is_described: bool = True
     setting: str | None = None
+    dialect: Dialect = CHATS
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -62,3 +65,8 @@ SERVED = web.AppKey("served", tuple[Endpoint, ...])
 def is_open(endpoints: Iterable[Endpoint], path: str) -> bool:
     """Return whether a request with a path needs no API key. Files of the page that don't exist are open, too."""
     return path.startswith("/page/") or any(path in endpoint.paths for endpoint in endpoints if endpoint.is_open)
+
+
+def dialect_of(endpoints: Iterable[Endpoint], path: str) -> Dialect:
+    """Return the form of errors for a path."""
+    return next((endpoint.dialect for endpoint in endpoints if endpoint.path == path), CHATS)

@@ -4,24 +4,31 @@ from importlib.metadata import version
 
 from pydantic import BaseModel
 
-from jpaged.serving import handlers, info, protocol
+from jpaged.serving import dialect, handlers, info, protocol
+from jpaged.serving.dialect import CHATS, Dialect
 from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler
 from jpaged.serving.generate import Work, in_turns
 from jpaged.serving.handlers import answering, showing
 from jpaged.serving.live import static
+from jpaged.serving.messages import CountTokensRequest, MessagesRequest
 from jpaged.serving.openapi import REFUSALS, show_openapi
 from jpaged.serving.prepare import detokenize, prepare_chat, prepare_completion, tokenize
+from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.service import ServerConfig
+from jpaged.serving.translate import count_tokens, prepare_messages, prepare_responses
 
 
 def _operation[B: BaseModel](
-    path: str, summary: str, kind: type[B], work: Work[B], *, bodies: tuple[type[B], ...] = (), renders: bool = True
-) -> Endpoint:
+    path: str, summary: str, kind: type[B], work: Work[B], *, bodies: tuple[type[B], ...] = (), renders: bool = True,
+    dialect: Dialect = CHATS,
+) -> Endpoint:  # fmt: skip
     """Return the endpoint of some work on a body of a kind, which is one of `bodies` if there are several."""
     operation = in_turns(kind, work, renders=renders)
-    contents = (JSON, EVENTS) if issubclass(kind, protocol.GenerationRequest) else (JSON,)
-    handler = answering(operation)
-    return Endpoint(path, summary, handler, operation, ("POST",), bodies=bodies or (kind,), contents=contents)
+    contents = (JSON, EVENTS) if "stream" in kind.model_fields else (JSON,)
+    return Endpoint(
+        path, summary, answering(operation), operation, ("POST",), bodies=bodies or (kind,), contents=contents,
+        dialect=dialect,
+    )  # fmt: skip
 
 
 def _health(path: str, summary: str, *methods: str) -> Endpoint:
@@ -45,6 +52,18 @@ ENDPOINTS = (
     _operation(
         "/v1/chat/completions", "answer text messages of any role that the chat template renders",
         protocol.ChatRequest, prepare_chat,
+    ),
+    _operation(
+        "/v1/responses", "answer a conversation in the form of OpenAI's Responses API; nothing is stored",
+        ResponsesRequest, prepare_responses, dialect=dialect.RESPONSES,
+    ),
+    _operation(
+        "/v1/messages", "answer a conversation in the form of Anthropic's API",
+        MessagesRequest, prepare_messages, dialect=dialect.MESSAGES,
+    ),
+    _operation(
+        "/v1/messages/count_tokens", "count the tokens of the prompt of `/v1/messages`",
+        CountTokensRequest, count_tokens, dialect=dialect.MESSAGES,
     ),
     Endpoint("/v1/models", "every served name of the model, with `max_model_len` and `root`", showing(info.model_list)),
     Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),

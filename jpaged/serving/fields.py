@@ -34,8 +34,8 @@ TODAY = "its name today is structured_outputs"
 
 # Fields of features that are not served: the values that ask for nothing, and their description in an error.
 UNSERVED: dict[str, tuple[Any, str | None]] = {
-    "include_reasoning": (Literal[True], "true: reasoning is part of the text"),
-    "separate_reasoning": (Literal[True], "true; reasoning is part of the text"),
+    "include_reasoning": (Literal[True], "true: no reasoning is left out"),
+    "separate_reasoning": (Literal[True], "true: see --reasoning-parser"),
     "stream_reasoning": (Literal[True], "true: reasoning is streamed like all text"),
     "no_stop_trim": (Literal[False], "false; see include_stop_str_in_output"),
     "return_hidden_states": (Literal[False], None),

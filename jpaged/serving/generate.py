@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 
@@ -15,7 +15,7 @@ from jpaged.core.request import NON_FINITE, FinishReason
 from jpaged.engine.async_engine import Deltas
 from jpaged.engine.engine import RequestOptions
 from jpaged.serving.answer import Answer
-from jpaged.serving.codec import JsonObject, dumps, dumps_long
+from jpaged.serving.codec import JsonObject, dumps_long
 from jpaged.serving.endpoint import Operation
 from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.middleware import CLIENT, RECORD, as_api_error, client_of
@@ -25,7 +25,6 @@ from jpaged.serving.service import SERVICE, Service
 
 SMALL_BYTES = 128 * 2**10  # about a millisecond of work
 EVENT_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-DONE = b"data: [DONE]\n\n"
 ERROR_FLUSH_TIMEOUT_S = 5.0  # seconds that a client has to take the error that ends its stream
 type Work[B] = Callable[[Service, B], Exchange | bytes]
 
@@ -59,9 +58,10 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
             queue, and steps are not shared.
 
     Raises:
-        Exception: any failure, also in the middle of a stream. `stream_end` returns the end of such a stream.
+        Exception: any failure, also in the middle of a stream. `Answer.stream_end` returns the end of such a stream.
     """
     body, params, bad_words, answer = exchange
+    frames = answer.dialect.frames
     with body.rename_error_fields():
         options = RequestOptions(bad_words=bad_words, client=tenant or answer.id, tenant=tenant)
         options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
@@ -78,17 +78,11 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
                     await _run(service, partial(_add, answer, deltas), deltas, turn)
                 yield await service.run(lambda: dumps_long(answer.whole()), answer.size, turn)
                 return
-            yield _events(answer.opening())
+            yield frames(answer.opening())
             async for deltas in outputs:
                 if events := await _run(service, partial(_chunks, answer, deltas), deltas, turn):
                     yield events
-        usage = [answer.usage_chunk()] if body.stream_options and body.stream_options.include_usage else []
-        yield _events(usage) + DONE
-
-
-def stream_end(error: ApiError) -> bytes:
-    """Return the end of a stream that fails: an event with the error, because it is too late for a status."""
-    return _events([error.body]) + DONE
+        yield frames(answer.closing()) + answer.dialect.end
 
 
 def timed_out(service: Service) -> ApiError:
@@ -124,7 +118,7 @@ async def respond(request: web.Request, exchange: Exchange) -> web.StreamRespons
             failure = timed_out(service)
         if not response.prepared:
             raise failure from None
-        await _end(request, response, as_api_error(failure))
+        await _end(request, response, exchange.answer.stream_end(as_api_error(failure)))
     finally:
         request[RECORD] |= exchange.answer.record()
     return response
@@ -143,19 +137,15 @@ def _add(answer: Answer, deltas: Deltas) -> dict[int, None]:
 
 
 def _chunks(answer: Answer, deltas: Deltas) -> bytes:
-    return _events(chunk for index in _add(answer, deltas) if (chunk := answer.chunk(index)))
+    events: list[JsonObject] = []
+    for index in _add(answer, deltas):
+        events += answer.events(index)
+    return answer.dialect.frames(events)
 
 
-def _events(chunks: Iterable[JsonObject]) -> bytes:
-    return b"".join(b"data: %b\n\n" % dumps(chunk) for chunk in chunks)
-
-
-async def _end(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
-    """Send an error as the stream's last event, because it is too late for a status.
-
-    A client that does not even read that is disconnected.
-    """
-    await response.write(stream_end(error))
+async def _end(request: web.Request, response: web.StreamResponse, end: bytes) -> None:
+    """Send the end of a stream that fails. A client that does not even read that is disconnected."""
+    await response.write(end)
     try:
         async with asyncio.timeout(ERROR_FLUSH_TIMEOUT_S):
             # aiohttp's drain can't be awaited again after the time limit of the request has cancelled it.

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
@@ -16,7 +16,8 @@ from jpaged.core.params import InvalidParameter
 from jpaged.core.plan import ParamsDeleted
 from jpaged.engine.async_engine import EngineDead, QueueFull, RequestFailed
 from jpaged.serving.codec import JsonObject
-from jpaged.serving.endpoint import SERVED, Handler, is_open
+from jpaged.serving.dialect import Dialect
+from jpaged.serving.endpoint import SERVED, Handler, dialect_of, is_open
 from jpaged.serving.errors import ApiError
 from jpaged.serving.origins import check_origin
 from jpaged.serving.service import SERVICE
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("jpaged.access")
 
 REQUEST_ID = "X-Request-Id"
+KEY = "X-Api-Key"
 RECORD = web.RequestKey("record", JsonObject)  # further fields of a request in the access log
 CLIENT = web.RequestKey("client", str)  # the key, where there are several
 
@@ -52,7 +54,8 @@ async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Add the request's id to the headers of the response."""
     if RECORD in request:
-        response.headers[REQUEST_ID] = request[RECORD]["request_id"]
+        for name in _dialect(request).id_headers:
+            response.headers[name] = request[RECORD]["request_id"]
 
 
 @web.middleware
@@ -71,7 +74,18 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = error_headers(error)
         if isinstance(failure, web.HTTPMethodNotAllowed):
             headers["Allow"] = failure.headers["Allow"]
-        return web.json_response(error.body, status=error.status, headers=headers)
+        return web.json_response(_dialect(request).error(error), status=error.status, headers=headers)
+
+
+def _dialect(request: web.Request) -> Dialect:
+    """Return the form of errors of a request's path."""
+    endpoints = request.app[SERVED]
+    return dialect_of(endpoints, _path(request))
+
+
+def _path(request: web.Request) -> str:
+    """Return the path of a request without that of a proxy."""
+    return request.path.removeprefix(request.app[SERVICE].config.root_path)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -102,11 +116,18 @@ def error_headers(error: ApiError) -> dict[str, str]:
 @web.middleware
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reject requests without a valid API key."""
-    config, endpoints = request.app[SERVICE].config, request.app[SERVED]
-    needs_key = not is_open(endpoints, request.path.removeprefix(config.root_path))
-    if needs_key and (client := check_key(config.api_keys, request.headers.get("Authorization", ""))):
+    keys, endpoints = request.app[SERVICE].config.api_keys, request.app[SERVED]
+    needs_key = not is_open(endpoints, _path(request))
+    if needs_key and (client := check_key(keys, authorization_of(request.headers))):
         request[CLIENT] = client
     return await handler(request)
+
+
+def authorization_of(headers: Mapping[str, str]) -> str:
+    """Return the authorization of a request: that of its header, or Anthropic's header with a key."""
+    if "Authorization" not in headers and KEY in headers:
+        return f"Bearer {headers[KEY]}"
+    return headers.get("Authorization", "")
 
 
 def check_key(keys: Sequence[str], authorization: str) -> str | None:
@@ -116,7 +137,7 @@ def check_key(keys: Sequence[str], authorization: str) -> str | None:
 
     Args:
         keys: valid keys; without keys, every request is allowed.
-        authorization: value of the header.
+        authorization: as of `authorization_of`.
 
     Raises:
         ApiError: 401 if there are keys, and the request has no valid one.

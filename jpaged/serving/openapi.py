@@ -32,6 +32,14 @@ ERROR = {
     "properties": {"message": STRING, "type": STRING, "param": PARAM, "code": STRING},
     "required": ["message", "type", "param", "code"],
 }
+ERRORS = {
+    "Error": {"type": "object", "properties": {"error": ERROR}, "required": ["error"]},
+    "AnthropicError": {
+        "type": "object",
+        "properties": {"type": {"const": "error"}, "error": ERROR},
+        "required": ["type", "error"],
+    },
+}
 
 
 async def show_openapi(request: web.Request) -> web.Response:
@@ -52,7 +60,7 @@ def description(endpoints: Sequence[Endpoint]) -> JsonObject:
         for each in (*fields(BeamSearchParams), *fields(SamplingParams)):
             if each.name in schema.get("properties", {}) and "allowed" in each.metadata:
                 schema["properties"][each.name].setdefault("description", each.metadata["allowed"])
-    schemas["Error"] = {"type": "object", "properties": {"error": ERROR}, "required": ["error"]}
+    schemas |= ERRORS
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": version("jpaged"), "description": "An OpenAI-compatible server."},
@@ -78,7 +86,7 @@ def _item(endpoint: Endpoint, path: str) -> JsonObject:
         text = STRING | {"minLength": 1}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
     content: JsonObject = {name: {} for name in endpoint.contents}
-    error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    error = {"application/json": {"schema": {"$ref": REF.format(model=endpoint.dialect.error_schema)}}}
     done = {"200": {"description": "done"} | ({"content": content} if content else {})}
     failed = {status: {"description": text, "content": error} for status, text in refusals.items()}
     operation["responses"] = done | failed

@@ -64,5 +64,9 @@ def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
         return f"content parts of type {value} are not supported; text is"
     if field.description:
         return f"must be {field.description}, not {value}"
-    where = ".".join(str(part) for part in problem["loc"][1:])
-    return f"{where + ': ' if where else ''}{problem['msg']}, not {value}"
+    where = ".".join(str(part) for part in problem["loc"][1:] if "tagged-union[" not in str(part))
+    place = f"{where}: " if where else ""
+    if problem["type"] == "union_tag_invalid":
+        kinds = problem["msg"].partition("expected tags: ")[2]
+        return f"{place}the type {shown(problem['input']['type'])} is not supported; {kinds} are"
+    return f"{place}{problem['msg']}, not {value}"

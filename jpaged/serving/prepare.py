@@ -5,7 +5,7 @@ These functions take time in proportion to the body, so they run on worker threa
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, cast
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, NewReasoningParser, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
+from jpaged.serving.reasoning import ReasoningParser
 from jpaged.serving.service import Service
 from jpaged.serving.tools import ToolFormat
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
+
+LAST_TOKENS = 16  # of a prompt; they have an opening mark and the white space after it
 
 
 class Exchange(NamedTuple):
@@ -52,13 +55,20 @@ def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Ex
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
-def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
-    """Return the request of a body."""
+def prepare_chat(
+    service: Service, body: protocol.ChatRequest, new_answer: Callable[..., Answer] = ChatAnswer
+) -> Exchange:
+    """Return the request of a body.
+
+    Args:
+        new_answer: return the collector of the response, from the arguments of ChatAnswer.
+    """
     with body.rename_error_fields():
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
         new_parser = None
+        is_bound = params.structured_outputs is not None or body.must_call
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
                 raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
@@ -69,10 +79,19 @@ def prepare_chat(service: Service, body: protocol.ChatRequest) -> Exchange:
             names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
             new_id = lambda: f"call_{uuid.uuid4().hex}"
             new_parser = partial(form.parser, names, new_id, parallel, with_answer)
-        prompt = Prompt(params.truncated(_render(service, body), service.max_model_len))
+        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
+        new_reasoning_parser = None if is_bound else _reasoning_parser(service, prompt)
         name = service.adapter_of(body.model) or service.model_name
-        answer = ChatAnswer(name, service.vocabulary, body, prompt, new_parser)
+        answer = new_answer(name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
         return Exchange(body, params, _bad_words(service, params), answer)
+
+
+def _reasoning_parser(service: Service, prompt: Prompt) -> NewReasoningParser:
+    """Return the maker of parsers of reasoning, which the prompt may have opened."""
+    if (marks := service.reasoning_marks) is None:
+        return None
+    end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
+    return partial(ReasoningParser, marks, end.rstrip().endswith(marks.opening))
 
 
 def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
@@ -83,7 +102,7 @@ def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
         service.check_length(body.text_length, "prompt")
         tokens = encode(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        tokens = _render(service, cast(protocol.TokenizeChatRequest, body))
+        tokens = render(service, cast(protocol.TokenizeChatRequest, body))
     id_to_token = backend(service.tokenizer).id_to_token
     texts = [id_to_token(token) for token in tokens] if body.return_token_strs else None
     counts = {"count": len(tokens), "max_model_len": service.max_model_len}
@@ -143,7 +162,7 @@ def _prompts(
     return prompts
 
 
-def _render(service: Service, body: Conversation) -> list[int]:
+def render(service: Service, body: Conversation) -> list[int]:
     """Return the tokens of a conversation, by the template of the request, the server or the model."""
     tokenizer, config = _tokenizer(service, "messages"), service.config
     if body.chat_template is not None and not config.trust_request_chat_template:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel
 
-from jpaged.chat import ContentFormat, Encoder
+from jpaged.chat import ContentFormat, Encoder, sources_of
 from jpaged.core.commands import LoadAdapter
 from jpaged.core.params import ContextLengthExceeded
 from jpaged.engine.async_engine import AsyncEngine
@@ -23,6 +23,8 @@ from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.metrics import Metrics
+from jpaged.serving.notices import Notices
+from jpaged.serving.reasoning import marks_of
 from jpaged.serving.template_process import TemplateProcess
 from jpaged.serving.tools import ToolFormat
 from jpaged.serving.turns import ClientTurns
@@ -47,6 +49,8 @@ class ServerConfig:
         default_chat_template_kwargs: variables of the template for requests that do not set them.
         trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
         allow_special_tokens_in_content: encode the text of a special token in a message as that token.
+        reasoning_parser: form of the model's reasoning, which answers then have apart from their text: one of
+            `reasoning.MARKS`, "auto": detected from the chat template, or "none".
         ignore_unknown_fields: ignore unknown fields of requests instead of rejecting them.
         max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
         max_body_size: maximum bytes of a request; None: 1 MiB, plus 16 bytes for each token of max_model_len.
@@ -65,6 +69,7 @@ class ServerConfig:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
     allow_special_tokens_in_content: bool = False
+    reasoning_parser: str = "none"
     ignore_unknown_fields: bool = False
     max_queue: int = 4096
     max_body_size: int | None = None
@@ -116,6 +121,8 @@ class Service:
         vocabulary: texts and bytes of single tokens.
         grammars: compiler of structured outputs; None without a tokenizer.
         feed: sender of the page's map.
+        reasoning_marks: marks of the model's reasoning; None: it is part of the text.
+        notices: log of the ignored parts of requests.
     """
 
     engines: InitVar[Sequence[Engine]]
@@ -131,6 +138,7 @@ class Service:
     bodies: BodyProcess = field(default_factory=BodyProcess)
     draining: bool = False
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    notices: Notices = field(default_factory=Notices)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self, engines: Sequence[Engine]) -> None:
@@ -147,6 +155,8 @@ class Service:
         self._adapters = first.adapters
         self.max_model_len, self.grammars = first.limits.max_model_len, first.grammar_compiler()
         self.vocabulary = Vocabulary(backend(self.tokenizer) if self.tokenizer else None)
+        sources = [self.config.chat_template] if self.config.chat_template else sources_of(self.tokenizer).values()
+        self.reasoning_marks = marks_of(self.config.reasoning_parser, sources)
         sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
         self.model_facts = sizes | dict(self.model_facts)
 

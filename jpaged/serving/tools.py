@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jpaged.chat import sources_of
@@ -28,12 +28,14 @@ class ToolCallDelta:
         id: id of the call, in its first delta; else None.
         name: name of the tool, in the call's first delta; else None.
         arguments: JSON text to append.
+        place: number of characters of the content, in the same piece, that precede the addition.
     """
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    place: int = field(default=0, compare=False)
 
 
 class Parsed(NamedTuple):
@@ -41,6 +43,15 @@ class Parsed(NamedTuple):
 
     content: str
     calls: list[ToolCallDelta]
+
+    def in_order(self) -> Iterator[str | ToolCallDelta]:
+        """Yield the texts, possibly empty, and the additions to calls in the order of the output."""
+        start = 0
+        for call in self.calls:
+            yield self.content[start : call.place]
+            yield call
+            start = call.place
+        yield self.content[start:]
 
 
 class _NotACall(Exception):
@@ -179,12 +190,13 @@ class ToolParser:
         """Open a call and drop the text up to here."""
         self._take()
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        self._calls[index] = ToolCallDelta(index, self._new_id(), name)
+        self._calls[index] = ToolCallDelta(index, self._new_id(), name, place=len(self._content))
 
     def _append(self, arguments: str) -> None:
         if arguments:
             index = self._num_calls - 1
-            self._calls.setdefault(index, ToolCallDelta(index)).arguments += arguments
+            call = self._calls.setdefault(index, ToolCallDelta(index, place=len(self._content)))
+            call.arguments += arguments
 
     # JSON. Inside an array or an object, strings and depth are all that matters; arguments are as valid as the model
     # makes them.

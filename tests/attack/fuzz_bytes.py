@@ -39,6 +39,8 @@ CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens":
 VALID = [
     _post("/v1/completions", PROMPT), _post("/v1/completions", PROMPT | {"stream": True, "n": 2}),
     _post("/v1/chat/completions", CHAT, "Authorization: Bearer key"), _chunked("/v1/chat/completions", CHAT),
+    _post("/v1/responses", {"input": "Who are you?", "max_output_tokens": 3, "stream": True}),
+    _post("/v1/messages?beta=true", CHAT | {"model": "demo"}, "x-api-key: key", "anthropic-version: 2023-06-01"),
     _post("/v1/completions", PROMPT, "Expect: 100-continue"), _post("/tokenize", {"prompt": "a fox"}),
     _post("/detokenize", {"tokens": [5, 6, 7]}), _post("/reset_prefix_cache", b""), _get("/v1/models"),
     _get("/v1/models/demo", "X-Request-Id: 1"), _get("/metrics", "Accept-Encoding: gzip"),
@@ -48,6 +50,10 @@ VALID = [
     _get("/health") + _get("/version") + _post("/tokenize", {"prompt": "a"}) + _get("/ping", method="HEAD"),
 ]  # fmt: skip
 
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 WORDS = [
     b"\r\n", b"\n", b"\r", b"\x00", b"\xff\xfe", b"\xc3", b"%00", b"%0d%0aX-Injected: yes", b"%ff", b"..",
     b"/../../etc",
@@ -153,9 +159,7 @@ def _another_body(data: bytes, rng: random.Random) -> bytes:
         b'{"prompt": "a", "stop": "\\ud800"}',
         b'{"prompt": "a", "structured_outputs": {"regex": "' + b"(" * depth + b'"}}',
     )
-    return _post(
-        rng.choice(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")), rng.choice(bodies)
-    )
+    return _post(rng.choice(PATHS), rng.choice(bodies))
 
 
 def _noise(data: bytes, rng: random.Random) -> bytes:

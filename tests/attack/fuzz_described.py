@@ -17,7 +17,8 @@ from tests.attack.fuzz_target import BACKOFF, TIMEOUT, Tally, Target, ends_in_sh
 
 CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
 ROUND = 60  # examples of one operation in a row
-GENERATIONS = ("/v1/completions", "/v1/chat/completions")
+GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+NEEDED = ("prompt", "messages", "tokens", "input", "model", "max_tokens")
 
 
 def attack(target: Target, seed: int, count: int, tally: Tally) -> None:
@@ -65,7 +66,7 @@ def _thinned(body: Any, rng: random.Random) -> Any:
     """Mostly with a few of its fields: one that has them all has a wrong one among them, and goes no further."""
     if not isinstance(body, dict) or rng.random() < 0.2:
         return body
-    needed = [name for name in body if name in ("prompt", "messages", "tokens")]
+    needed = [name for name in body if name in NEEDED]
     others = [name for name in body if name not in needed]
     kept = set(rng.sample(others, min(len(others), rng.randrange(4))))
     return {name: value for name, value in body.items() if name in needed or name in kept}
@@ -73,8 +74,10 @@ def _thinned(body: Any, rng: random.Random) -> Any:
 
 def _shortened(body: Any, rng: random.Random) -> Any:
     """Mostly with few tokens to generate, where the request leaves their number open."""
-    if not isinstance(body, dict) or rng.random() < 0.1 or not body.keys() & {"prompt", "messages"}:
+    if not isinstance(body, dict) or rng.random() < 0.1 or not body.keys() & {"prompt", "messages", "input"}:
         return body
+    if "input" in body:
+        return {"max_output_tokens": rng.randint(1, 8)} | body
     if body.keys() & {"max_tokens", "max_completion_tokens", "add_special_tokens", "return_token_strs"}:
         return body
     return body | {"max_tokens": rng.randint(1, 8)}

@@ -243,8 +243,94 @@ PROMPTS = one_of(
 GRAMMARS = ("structured_outputs", "response_format", "tools")  # seldom alone in a plain choice of fields
 
 
+def parts(*types: str) -> Value:
+    """Return the maker of a message's content: a text, or a list of texts of some type."""
+    return lambda rng: text(rng) if flag(rng) else [{"type": rng.choice(types), "text": text(rng)} for _ in range(2)]
+
+
+def arguments(rng: random.Random) -> Any:
+    return rng.choice(("{}", '{"a": 1}', "[" * 5000, "NaN", text(rng), json.dumps(anything(rng))))
+
+
+def item(rng: random.Random) -> Any:
+    """An item of the Responses API."""
+    content = parts("input_text", "output_text", "text", "input_image")
+    return one_of(
+        lambda rng: {"role": rng.choice(("user", "user", "assistant", "developer")), "content": content(rng)},
+        lambda rng: {"type": "function_call", "call_id": text(rng), "name": text(rng), "arguments": arguments(rng)},
+        lambda rng: {"type": "function_call_output", "call_id": text(rng), "output": content(rng)},
+        lambda rng: {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text(rng)}]},
+        lambda rng: {"type": text(rng)},
+    )(rng)
+
+
+def block(rng: random.Random) -> Any:
+    """A block of a message in Anthropic's API."""
+    return one_of(
+        lambda rng: {"type": "text", "text": text(rng)},
+        lambda rng: {"type": "tool_use", "id": text(rng), "name": text(rng), "input": {text(rng): anything(rng)}},
+        lambda rng: {"type": "tool_result", "tool_use_id": text(rng), "content": parts("text", "image")(rng)},
+        lambda rng: {"type": "thinking", "thinking": text(rng)},
+        lambda rng: {"type": text(rng)},
+    )(rng)
+
+
+def flat_tools(rng: random.Random) -> Any:
+    """Tools of the Responses API, and such as it does not know."""
+    return [each["function"] | {"type": rng.choice(("function", "function", text(rng)))} for each in tools(rng)]
+
+
+def client_tools(rng: random.Random) -> Any:
+    """Tools of Anthropic's API, and such as its servers run."""
+    kind = lambda: {} if rng.random() < 0.8 else {"type": text(rng)}
+    return [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"], "strict": flag(rng)} | kind()
+        for each in tools(rng)
+    ]
+
+
+SHARED_BY_AGENTS: dict[str, Value] = {
+    "temperature": number, "top_p": number, "top_k": integer, "seed": integer, "cache_salt": text,
+    "min_tokens": integer, "chat_template_kwargs": lambda rng: {text(rng): anything(rng)},
+    "metadata": lambda rng: {text(rng): text(rng)}, "model": one_of(text, lambda rng: "demo"), "unknown": anything,
+}  # fmt: skip
+RESPONSES: dict[str, Value] = SHARED_BY_AGENTS | {
+    "instructions": text, "tools": flat_tools, "parallel_tool_calls": flag, "store": flag, "include": several(text),
+    "tool_choice": lambda rng: rng.choice(("auto", "required", {"type": "function", "name": "add"})),
+    "text": lambda rng: {"format": {"type": "json_schema", "name": text(rng), "schema": schema(rng)}},
+    "reasoning": lambda rng: {"effort": rng.choice(("low", text(rng)))}, "stop": one_of(text, several(text)),
+}  # fmt: skip
+MESSAGES: dict[str, Value] = SHARED_BY_AGENTS | {
+    "system": parts("text"), "tools": client_tools, "stop_sequences": several(text),
+    "tool_choice": lambda rng: {"type": rng.choice(("auto", "any", "tool", "none")), "name": "add"},
+    "thinking": lambda rng: {"type": rng.choice(("enabled", "disabled", "adaptive"))},
+    "output_config": lambda rng: {"format": {"type": "json_schema", "schema": schema(rng)}},
+}  # fmt: skip
+
+
+def agents(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a body of an agent's API."""
+    limit = rng.randint(1, 12) if rng.random() < 0.9 else rng.choice(INTEGERS)
+    if flag(rng):
+        path, known = "/v1/responses", RESPONSES
+        body = {"input": one_of(text, several(item))(rng), "max_output_tokens": limit}
+    else:
+        path, known = rng.choice(("/v1/messages",) * 4 + ("/v1/messages/count_tokens",)), MESSAGES
+        roles = ("user", "user", "user", "assistant", "system")
+        made = [
+            {"role": rng.choice(roles), "content": one_of(text, several(block))(rng)} for _ in range(rng.randint(1, 3))
+        ]
+        body = {"model": "demo", "messages": made, "max_tokens": limit}
+    body |= {name: known[name](rng) for name in rng.sample(list(known), rng.choice((0, 0, 1, 1, 2, 4)))}
+    if rng.random() < 0.03:
+        body[rng.choice((*known, text(rng)))] = anything(rng)
+    return path, body | ({"stream": True} if rng.random() < 0.4 else {})
+
+
 def generation(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A path and a body. Few fields at a time, so that most are accepted."""
+    if rng.random() < 0.3:
+        return agents(rng)
     chat = flag(rng)
     body: dict[str, Any] = (
         {"messages": several(message, 3)(rng) or [message(rng)]} if chat else {"prompt": PROMPTS(rng)}

@@ -21,6 +21,9 @@ MIB = 2**20
 TIMEOUT = 120.0  # seconds without a byte of the answer are a hang
 SHORTAGES = {503: "queue_full", 504: "timeout"}  # the only codes of HTTP 5xx that a healthy server sends
 BACKOFF = 1.0  # seconds that a client waits after HTTP 503
+# The last events of streams whose events have names, and the codes of errors there that are no faults.
+ENDS = {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
+NO_FAULTS = {SHORTAGES[504], "invalid_value"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def fault(status: int, streamed: bool, data: bytes) -> str | None:
     if not streamed:
         json.loads(data)
         return None
+    if data.startswith(b"event: "):
+        return _named_fault(data)
     *events, done, end = data.split(b"\n\n")
     if (done, end) != (b"data: [DONE]", b""):
         return f"a stream that ends in {data[-80:]!r}"
@@ -169,8 +174,25 @@ def fault(status: int, streamed: bool, data: bytes) -> str | None:
     return None
 
 
+def _named_fault(data: bytes) -> str | None:
+    """Return a fault in a stream whose events have names."""
+    *frames, end = data.split(b"\n\n")
+    last = [json.loads(frame.partition(b"\ndata: ")[2]) for frame in frames][-1]
+    if end or last["type"] not in ENDS:
+        return f"a stream that ends in {data[-80:]!r}"
+    error = _error(last)
+    return f"an error in a stream: {last}" if error and error["code"] not in NO_FAULTS else None
+
+
+def _error(event: dict[str, Any]) -> dict[str, Any]:
+    """Return the error of a stream whose events have names; an empty one if it has none."""
+    return event.get("error") or event.get("response", {}).get("error") or {}
+
+
 def ends_in_shortage(data: bytes) -> bool:
     """Whether a stream was cut off by a time limit."""
+    if data.startswith(b"event: "):
+        return data.endswith(b"\n\n") and _error(_chunk(data.split(b"\n\n")[-2])).get("code") == SHORTAGES[504]
     *_, last, done, end = [b"", b"", *data.split(b"\n\n")]
     return (done, end) == (b"data: [DONE]", b"") and _chunk(last).get("error", {}).get("code") == SHORTAGES[504]
 
@@ -178,18 +200,21 @@ def ends_in_shortage(data: bytes) -> bool:
 def has_tokens(streamed: bool, data: bytes) -> bool:
     """Whether an answer, or its beginning, holds generated tokens."""
     if streamed:
-        chunks = map(_chunk, data.split(b"\n\n"))
+        chunks = list(map(_chunk, data.split(b"\n\n")))
+        if data.startswith(b"event: "):
+            return any(str(chunk.get("type")).endswith("delta") for chunk in chunks)
         return sum(bool(chunk.get("choices")) for chunk in chunks) > 1  # the first event of a chat has a role alone
     try:
-        return json.loads(data)["usage"]["completion_tokens"] > 0
-    except (ValueError, LookupError, TypeError):
+        usage = json.loads(data)["usage"]
+        return usage.get("completion_tokens", usage.get("output_tokens", 0)) > 0
+    except (ValueError, LookupError, TypeError, AttributeError):
         return False
 
 
 def _chunk(event: bytes) -> dict[str, Any]:
     """Return the object that an event of a stream holds; an empty one for its end, or where it is cut off."""
     try:
-        return json.loads(event.removeprefix(b"data: "))
+        return json.loads(event[event.find(b"data: ") :].removeprefix(b"data: "))
     except ValueError:
         return {}
 

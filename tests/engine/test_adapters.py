@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, InvalidParameter, LoRARequest, SamplingParams
+from jpaged.rl import RolloutWorker
 from tests.core.test_adapter_slots import assert_slots
 from tests.models.test_adapters import write_adapter
-from jpaged.rl import RolloutWorker
 from tests.runtime.test_runner import Compilations
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
@@ -245,7 +245,6 @@ class TestErrors:
     def test_without_slots(self, directory):
         with pytest.raises(ValueError, match=r"^adapter: this engine has no slots for adapters \(enable_lora\)$"):
             engine(directory).load_adapter("x", {})
-
 
     def test_certificates_name_the_adapter(self, llm):
         params = dataclasses.replace(GREEDY, certificate=True)

@@ -6,6 +6,7 @@ import json
 import time
 import zlib
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import aiohttp
 from aiohttp import web
@@ -14,11 +15,13 @@ from aiohttp.test_utils import TestServer
 from jpaged.core.params import SamplingParams
 from jpaged.engine.async_engine import AsyncEngine
 from jpaged.engine.engine import Engine, StepOutput
+from jpaged.serving.endpoint import SERVED
 from jpaged.serving.live import static
 from jpaged.serving.live.feed import Feed
 from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.middleware import errors
+from jpaged.serving.service import SERVICE, ServerConfig
 from tests.core import traffic
 from tests.support.models import byte_tokenizer
 
@@ -86,6 +89,7 @@ class Server:
 
     async def __aenter__(self):
         app = web.Application(middlewares=[errors])
+        app[SERVED], app[SERVICE] = (), SimpleNamespace(config=ServerConfig())
         feed = Feed(self.engine, self.sample, self.recorder)
         app.add_routes(web.get(path, static.sender(name)) for path, name in static.PAGE_FILES.items())
         app.add_routes([web.get("/live", feed.watch), web.get("/live/requests/{request_id}", feed.number)])

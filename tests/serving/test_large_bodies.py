@@ -11,6 +11,7 @@ from jpaged.serving import generate
 from jpaged.serving.errors import ApiError
 from jpaged.serving.parse import parse
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.service import LARGE_BYTES
 from tests.serving.client import Client
 
@@ -26,6 +27,7 @@ INVALID = {
     "unknown fields": ("/v1/chat/completions", json.dumps(HELLO | UNKNOWN).encode()),
     "an unknown field": ("/v1/completions", json.dumps({"prompt": "a", "\u6f22": TEXT}).encode()),
     "wrong messages": ("/v1/chat/completions", json.dumps({"messages": [[]] * ENOUGH}).encode()),
+    "wrong items": ("/v1/responses", json.dumps({"input": [[]] * ENOUGH}).encode()),
     "wrong ids": ("/v1/completions", json.dumps({"prompt": [0.5] * ENOUGH}).encode()),
     "both": ("/tokenize", json.dumps(HELLO | {"prompt": TEXT}).encode()),
     "neither": ("/tokenize", json.dumps({"model": TEXT}).encode()),
@@ -40,6 +42,10 @@ TOO_LONG = {
         "messages",
     ),
     "text for its tokens": ("/tokenize", {"prompt": TEXT}, "prompt"),
+    "items": ("/v1/responses", {"input": [{"role": "user", "content": TEXT}]}, "input"),
+    "blocks": (
+        "/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": TEXT}]}, "messages",
+    ),
     "messages for their tokens": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}, "messages"),
 }  # fmt: skip
 VALID = {
@@ -50,7 +56,7 @@ VALID = {
 }
 KINDS = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
+    "/detokenize": DetokenizeRequest, "/v1/responses": ResponsesRequest,
 }  # fmt: skip
 VARYING = {"id", "created"}
 

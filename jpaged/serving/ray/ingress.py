@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jpaged.core.commands import ResetPrefixCache
-from jpaged.serving.endpoint import is_open
+from jpaged.serving.dialect import Dialect
+from jpaged.serving.endpoint import dialect_of, is_open
 from jpaged.serving.endpoints import served
 from jpaged.serving.errors import ApiError, unknown_model
-from jpaged.serving.generate import stream_end
-from jpaged.serving.middleware import as_api_error, check_key, error_headers
+from jpaged.serving.middleware import as_api_error, authorization_of, check_key, error_headers
 from jpaged.serving.origins import origin_headers, preflight_headers
 from jpaged.serving.ray.messages import Description, Forwarded, merged_metrics, prefix_of
 from jpaged.serving.service import LARGE_BYTES, ServerConfig
@@ -48,15 +48,24 @@ class Ingress:
             )
         except Exception as failure:
             error = _as_api_error(failure)
-            response = JSONResponse(error.body, error.status, error_headers(error))
+            body = self._dialect(self._path(request)).error(error)
+            response = JSONResponse(body, error.status, error_headers(error))
         response.headers.update(origin_headers(config, headers.get("Origin")))
         return response
 
+    def _path(self, request: Request) -> str:
+        """Return the path of a request without those of Ray Serve and of a proxy."""
+        path: str = request.url.path
+        return path.removeprefix(request.scope.get("root_path", "")).removeprefix(self._config.root_path)
+
+    def _dialect(self, path: str) -> Dialect:
+        return dialect_of(self._endpoints.values(), path)
+
     async def _respond(self, request: Request) -> Response:
-        path = request.url.path.removeprefix(request.scope.get("root_path", "")).removeprefix(self._config.root_path)
+        path = self._path(request)
         client = None
         if not is_open(self._endpoints.values(), path):
-            client = check_key(self._config.api_keys, request.headers.get("Authorization", ""))
+            client = check_key(self._config.api_keys, authorization_of(request.headers))
         endpoint = self._endpoints.get(MODEL if path.startswith(MODEL) else path)
         if endpoint is None:
             raise ApiError(404, "Not Found")
@@ -100,7 +109,7 @@ class Ingress:
             try:
                 head = await anext(parts)
                 if head.headers["Content-Type"].startswith("text/event-stream"):
-                    return StreamingResponse(_stream(parts), head.status, head.headers)
+                    return StreamingResponse(_stream(parts, self._dialect(forwarded.path)), head.status, head.headers)
                 return Response(b"".join([part async for part in parts]), head.status, head.headers)
             except RayActorError:
                 if attempt == ATTEMPTS:
@@ -136,13 +145,13 @@ class Ingress:
         return self._num_healthy
 
 
-async def _stream(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _stream(parts: AsyncIterator[bytes], dialect: Dialect) -> AsyncIterator[bytes]:
     """Yield the parts of a stream. The failure of its replica becomes its last event."""
     try:
         async for part in parts:
             yield part
     except Exception as failure:
-        yield stream_end(_as_api_error(failure))
+        yield dialect.stream_end(_as_api_error(failure))
 
 
 def _as_api_error(failure: Exception) -> ApiError:

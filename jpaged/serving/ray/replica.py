@@ -14,7 +14,7 @@ from jpaged.core.commands import Command
 from jpaged.engine.async_engine import QueueFull
 from jpaged.serving.codec import dumps
 from jpaged.serving.endpoints import ENDPOINTS
-from jpaged.serving.generate import EVENT_HEADERS, generate, stream_end, timed_out
+from jpaged.serving.generate import EVENT_HEADERS, generate, timed_out
 from jpaged.serving.info import model_list
 from jpaged.serving.middleware import as_api_error, error_headers
 from jpaged.serving.ray.config import RayConfig
@@ -24,6 +24,7 @@ from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.tools import tool_format
 
 OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
+DIALECTS = {path: endpoint.dialect for endpoint in ENDPOINTS if (path := endpoint.path) in OPERATIONS}
 REPLICA_ID = "X-Replica-Id"  # header of a generated response
 JSON = {"Content-Type": "application/json"}
 
@@ -85,6 +86,7 @@ class Replica:
         Failures are responses, too; one in the middle of a stream is the last event of the stream.
         """
         start, begun, status = time.monotonic(), False, 499  # nginx's status: the client did not wait for the answer
+        dialect = DIALECTS[forwarded.path]
         try:
             async with aclosing(self._response(forwarded)) as parts:
                 async for part in parts:
@@ -94,13 +96,13 @@ class Replica:
         except Exception as failure:
             error = timed_out(self._service) if isinstance(failure, TimeoutError) else as_api_error(failure)
             if begun:
-                yield stream_end(error)
+                yield dialect.stream_end(error)
                 return
             if isinstance(failure, QueueFull):
                 self._service.metrics.rejected.inc()
             status = error.status
             yield Head(status, JSON | error_headers(error))
-            yield dumps(error.body)
+            yield dumps(dialect.error(error))
         finally:
             self._service.metrics.answered("POST", forwarded.path, status, time.monotonic() - start)
 

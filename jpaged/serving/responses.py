@@ -1,0 +1,262 @@
+"""Body of `/v1/responses` in the form of OpenAI's API, and its translation to a chat."""
+
+from typing import Annotated, Any, ClassVar, Literal, assert_never
+
+from pydantic import Discriminator, Field, Tag
+
+from jpaged.serving.codec import JsonObject
+from jpaged.serving.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function
+from jpaged.serving.errors import invalid
+from jpaged.serving.fields import Items, Open
+from jpaged.serving.protocol import MAX_METADATA, JsonObjectFormat, TextFormat
+from jpaged.serving.transcript import Transcript
+from jpaged.serving.translated import Tolerant, TranslatedChat
+
+LOGPROBS = "message.output_text.logprobs"
+NOT_STORED = "absent, because nothing is stored: send the whole conversation as input"
+
+
+class ItemText(Open):
+    """Text in the content of an item."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class ItemRefusal(Open):
+    """Refusal in a message of the assistant."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ItemParts = (
+    str | Annotated[Items[Annotated[ItemText | ItemRefusal, Field(discriminator="type")]], Field(max_length=MAX_PARTS)]
+)
+
+
+class MessageItem(Open):
+    """Message of the conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemParts
+
+
+class CallItem(Open):
+    """Call that the assistant has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(Open):
+    """Result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemParts
+
+
+class ReasoningText(Open):
+    """Text of a reasoning item."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Open):
+    """Reasoning of the assistant. Its summary and encrypted content are not the model's text, and are ignored."""
+
+    type: Literal["reasoning"]
+    content: Annotated[Items[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
+
+
+class ReferenceItem(Open):
+    """Reference to an item of an earlier response, which is refused."""
+
+    type: Literal["item_reference"]
+
+
+def _item_kind(item: Any) -> Any:
+    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ReferenceItem, Tag("item_reference")],
+    Discriminator(_item_kind),
+]
+
+
+class FunctionTool(Function):
+    """Function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ForeignTool(Open):
+    """Tool of a type that is not served. It is ignored."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    return "function" if isinstance(tool, dict) and tool.get("type") == "function" else "foreign"
+
+
+ToolOfAnyType = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[ForeignTool, Tag("foreign")], Discriminator(_tool_kind)
+]
+
+
+class FunctionChoice(Open):
+    """Choice of a function by its name."""
+
+    type: Literal["function"]
+    name: str
+
+
+class FlatSchemaFormat(Open):
+    """Format of a text by a JSON schema."""
+
+    type: Literal["json_schema"]
+    name: str = "answer"
+    json_schema: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Open):
+    """Form of the answer's text."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(Open):
+    """Wishes about reasoning. Summaries are not made."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesChat(TranslatedChat):
+    """Chat request of a body of `/v1/responses`."""
+
+    original_names: ClassVar = {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+        "verbosity": "text",
+        "reasoning_effort": "reasoning",
+    }
+
+
+class ResponsesRequest(Tolerant):
+    """Body of `/v1/responses`. Nothing is stored, so a request has the whole conversation."""
+
+    text_field: ClassVar = "input"
+
+    input: str | Annotated[Items[Item], Field(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    tools: Annotated[Items[ToolOfAnyType], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = Field(
+        default=None, description='"none", "auto", "required" or {"type": "function", "name": NAME}'
+    )
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: Items[str] | None = None
+    stop: str | Items[str] | None = Field(default=None, description="a text or a list of texts")
+    metadata: dict[str, str] | None = Field(
+        default=None, max_length=MAX_METADATA, description=f"up to {MAX_METADATA} texts by name"
+    )
+    user: str | None = None
+    store: bool | None = None
+    previous_response_id: None = Field(default=None, description=NOT_STORED)
+    conversation: None = Field(default=None, description=NOT_STORED)
+    prompt: None = Field(default=None, description="absent, because no prompts are stored: send instructions and input")
+    background: Literal[False] | None = Field(default=None, description="false, because nothing is stored")
+    top_logprobs: Literal[0] | None = Field(default=None, description="0: /v1/chat/completions returns logprobs")
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Tools that the model may call."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the parts of the request that are ignored."""
+        foreign = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, ForeignTool))
+        return [*self.unknown_fields, *(f"tools of type {kind}" for kind in foreign), *["store"] * bool(self.store)]
+
+    @property
+    def text_length(self) -> int:
+        """Number of characters of all items."""
+        return self._transcript().text_length
+
+    def chat(self) -> ResponsesChat:
+        """Return the chat request; ApiError 400 if a field is invalid."""
+        if LOGPROBS in (self.include or ()):
+            raise invalid("include", f"{LOGPROBS} is not supported; /v1/chat/completions returns logprobs")
+        if any(isinstance(item, ReferenceItem) for item in self.input):
+            raise invalid("input", "item_reference: nothing is stored; send store: false and whole items")
+        functions, text = self.functions, self.text or TextConfig()
+        return ResponsesChat.of(
+            self.common()
+            | {
+                "messages": self._transcript().messages,
+                "tools": [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in functions]
+                or None,
+                "tool_choice": self._tool_choice() if functions or self.tool_choice not in ("auto", "none") else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "max_tokens": self.max_output_tokens,
+                "stop": self.stop,
+                "response_format": _response_format(text),
+                "verbosity": text.verbosity,
+                "reasoning_effort": self.reasoning and self.reasoning.effort,
+            }
+        )
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, FunctionChoice):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice
+
+    def _transcript(self) -> Transcript:
+        transcript = Transcript()
+        transcript.instruct([self.instructions] if self.instructions else [])
+        for item in [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
+            match item:
+                case MessageItem():
+                    transcript.say(item.role, _joined(item.content))
+                case CallItem():
+                    transcript.call(item.call_id, item.name, item.arguments)
+                case ResultItem():
+                    transcript.result(item.call_id, _joined(item.output))
+                case ReasoningItem():
+                    transcript.think("".join(part.text for part in item.content or ()))
+                case ReferenceItem():
+                    pass
+                case _:
+                    assert_never(item)
+        return transcript
+
+
+def _joined(parts: ItemParts) -> str:
+    if isinstance(parts, str):
+        return parts
+    return "".join(part.text if isinstance(part, ItemText) else part.refusal for part in parts)
+
+
+def _response_format(text: TextConfig) -> JsonObject | None:
+    if isinstance(text.format, FlatSchemaFormat):
+        schema = {"name": text.format.name, "schema": text.format.json_schema, "strict": text.format.strict}
+        return {"type": "json_schema", "json_schema": schema}
+    return None if text.format is None else text.format.model_dump()

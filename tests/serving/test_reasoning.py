@@ -1,0 +1,154 @@
+"""Reasoning apart from the text: its parser, and chats, responses and messages plain and streamed."""
+
+import random
+
+import pytest
+
+from jpaged.serving.reasoning import MARKS, ReasoningParser, marks_of
+from jpaged.serving.tools import FORMATS
+from tests.serving import scripted
+from tests.serving.client import Client
+from tests.serving.scripted import say
+from tests.serving.test_messages import added_up as message_of
+from tests.serving.test_messages import streamed as message_events
+from tests.serving.test_messages import without_ids as without_message_ids
+from tests.serving.test_responses import added_up as items_of
+from tests.serving.test_responses import streamed as response_events
+from tests.serving.test_responses import without_ids as without_response_ids
+from tests.serving.tool_texts import ROME, hermes
+
+QWEN = MARKS["qwen3"]
+THOUGHT = "<think>\nWhich city?\n\nRome.\n</think>\n\nIt is sunny."
+TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def outcome(pieces, is_open=False):
+    """Return the reasoning and the answer of a text that arrives in pieces."""
+    parser = ReasoningParser(QWEN, is_open)
+    parts = [parser.feed(piece) for piece in pieces]
+    parts.append(parser.feed("", is_last=True))
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@pytest.mark.parametrize(
+    "text, is_open, expected",
+    [
+        (THOUGHT, False, ("Which city?\n\nRome.", "It is sunny.")),
+        ("Which?</think>Rome", True, ("Which?", "Rome")),
+        ("\n\nWhich?\n</think>\n\n Rome \n", True, ("Which?", "Rome \n")),
+        ("  <think></think>Rome", False, ("", "Rome")),
+        ("  Rome <think>a</think>", False, ("", "  Rome <think>a</think>")),
+        ("<think>a</think>b</think>c", False, ("a", "b</think>c")),
+        ("<think>a < b </ c </thin", False, ("a < b </ c </thin", "")),
+        ("<think>never ends \n", False, ("never ends", "")),
+        ("<thi", False, ("", "<thi")),
+        ("", False, ("", "")),
+        ("", True, ("", "")),
+        (" \n", False, ("", " \n")),
+        ("Rome", True, ("Rome", "")),
+        ("<think>a</think></think>", True, ("<think>a", "</think>")),
+    ],
+)
+def test_text_is_split_at_its_marks(text, is_open, expected):
+    assert outcome([text], is_open) == expected
+
+
+def split(text, is_open):
+    """Return the reasoning and the answer of a whole text, by its definition."""
+    if not is_open:
+        if not text.lstrip().startswith(QWEN.opening):
+            return "", text
+        text = text.lstrip().removeprefix(QWEN.opening)
+    reasoning, _, answer = text.partition(QWEN.closing)
+    return reasoning.strip(), answer.lstrip()
+
+
+def test_result_is_that_of_the_whole_text_for_any_pieces():
+    rng = random.Random(5)
+    words = ["<think>", "</think>", "<", "</", "think>", "</thin", "\n", " ", "a", "Rome ", "<think", ">"]
+    for _ in range(400):
+        text, is_open = "".join(rng.choices(words, k=rng.randrange(12))), rng.random() < 0.5
+        expected = split(text, is_open)
+        assert outcome(text, is_open) == expected, text
+        assert all(outcome([text[:i], text[i:]], is_open) == expected for i in range(len(text) + 1)), text
+
+
+def test_marks_are_named_or_detected_from_a_template():
+    assert marks_of("none", ["<think></think>"]) is None and marks_of("deepseek_r1", []) == QWEN
+    assert marks_of("auto", ["{{ '<think>\\n\\n</think>' }}"]) == QWEN
+    assert marks_of("auto", ["{{ messages }}"]) is None
+
+
+@pytest.fixture
+async def client():
+    options = {"model_name": "demo", "tool_format": FORMATS["hermes"], "reasoning_parser": "qwen3"}
+    async with Client(*scripted.load(0.001), **options) as client:
+        yield client
+        await client.idle()
+
+
+async def test_chat_has_reasoning_apart_from_content_plain_and_streamed(client):
+    message = (await client.chat(say(THOUGHT)))["choices"][0]["message"]
+    assert message["content"] == "It is sunny."
+    assert message["reasoning_content"] == message["reasoning"] == "Which city?\n\nRome."
+    body = {"messages": [{"role": "user", "content": say(THOUGHT)}], "stream_options": {"include_usage": True}}
+    *chunks, last = await client.stream("/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name in ("reasoning_content", "reasoning", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+    first_content = next(i for i, delta in enumerate(deltas) if delta.get("content"))
+    assert not any("reasoning" in delta for delta in deltas[first_content:])
+    usage = last["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+async def test_text_without_reasoning_and_other_servers_keep_the_whole_text(client, scripted_client):
+    message = (await client.chat(say("It is sunny.")))["choices"][0]["message"]
+    assert message["content"] == "It is sunny." and message["reasoning"] is None and "reasoning_content" not in message
+    assert (await scripted_client.chat(say(THOUGHT)))["choices"][0]["message"]["content"] == THOUGHT
+
+
+async def test_reasoning_that_the_prompt_begins_is_found_unless_a_grammar_forbids_it():
+    engine, tokenizer = scripted.load()
+    options = {"chat_template": tokenizer.chat_template + "{{ '<think>\n' }}", "reasoning_parser": "deepseek_r1"}
+    async with Client(engine, tokenizer, model_name="demo", **options) as client:
+        message = (await client.chat(say("Which?</think>Rome")))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Which?", "Rome")
+        form = {"type": "json_object"}
+        message = (await client.chat(say('{"a": 1}'), response_format=form))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (None, '{"a": 1}')
+        await client.idle()
+
+
+async def test_response_has_an_item_of_reasoning(client):
+    script = f"<think>Which?</think>I look. {hermes(ROME)}"
+    body = {"input": say(script), "tools": [{"type": "function", "name": "weather", "parameters": TOOL}]}
+    whole = await client.post("/v1/responses", body)
+    reasoning, message, call = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Which?"}] and reasoning["summary"] == []
+    assert (message["content"][0]["text"], call["name"]) == ("I look.", "weather")
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    events = await response_events(client, body)
+    assert items_of(events) == events[-1]["response"]["output"]
+    assert without_response_ids(events[-1]["response"]) == without_response_ids(whole)
+
+
+async def test_response_of_reasoning_alone_ends_with_a_message(client):
+    whole = await client.post("/v1/responses", {"input": say("<think>Which?"), "max_output_tokens": 100})
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+
+
+async def test_message_has_a_block_of_thinking(client):
+    script = f"<think>Which?</think>I look. {hermes(ROME)}"
+    messages = [{"role": "user", "content": say(script)}]
+    body = {
+        "model": "demo",
+        "max_tokens": 300,
+        "messages": messages,
+        "tools": [{"name": "weather", "input_schema": TOOL}],
+    }
+    whole = await client.post("/v1/messages", body)
+    thinking, text, call = whole["content"]
+    assert thinking == {"type": "thinking", "thinking": "Which?", "signature": ""}
+    assert (text["text"], call["name"], whole["stop_reason"]) == ("I look.", "weather", "tool_use")
+    assert without_message_ids(message_of(await message_events(client, body))) == without_message_ids(whole)

@@ -341,11 +341,6 @@ class EngineConfig:
                 f"not {self.max_num_batched_tokens}"
             )
 
-    @property
-    def num_adapters(self) -> int:
-        """Slots for adapters, 0 for an engine without."""
-        return self.max_loras if self.enable_lora or self.lora_modules else 0
-
     def num_seqs(self, default: int) -> int:
         """Return `max_num_seqs`, or a default that `max_num_batched_tokens` may lower."""
         return self.max_num_seqs or min(default, self.max_num_batched_tokens or default)

@@ -131,8 +131,13 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
         page_swap_cost=measured.page_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
         decode_costs=measured.decode_costs, draft_model=draft_model,
-        num_adapters=config.num_adapters,
+        num_adapters=_num_adapters(config),
     )  # fmt: skip
+
+
+def _num_adapters(config: EngineConfig) -> int:
+    """Return the number of slots for adapters."""
+    return config.max_loras if config.enable_lora or config.lora_modules else 0
 
 
 def start_follower(setup: Setup, *, progress: bool = True) -> ModelRunner:
@@ -241,7 +246,7 @@ def _load(setup: Setup, directory: Path, *, load_format: str, seed: int, progres
         quantization=resolved.quantization, keeps_groups=multiplies or (is_cpu and is_one),
         takes=takes_all if is_cpu else partial(takes_weight, dtype=dtype),
     )  # fmt: skip
-    if device.platform in FUSING and not resolved.config.num_adapters:  # adapters belong to separate layers
+    if device.platform in FUSING and not _num_adapters(resolved.config):  # adapters belong to separate layers
         fuse(model, place, gates=not multiplies)
     logger.info("parameters: %s", described(model))
     return model
@@ -269,11 +274,11 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
 
     def adapter_slots(dtype: str) -> SlotsForm:
         dtype = dtype if config.lora_dtype == "auto" else config.lora_dtype
-        return slots_form(model, config.num_adapters, config.max_lora_rank, dtype)
+        return slots_form(model, config.max_loras, config.max_lora_rank, dtype)
 
     return ModelRunner(
         model, placement, resolved.limits, choose_kernels, config.pool_dtype,
         dtype=None if config.dtype == "auto" else resolved.dtype,
         processed_logprobs=config.logprobs_mode == "processed_logprobs", allow_copy=allow_copy,
-        adapter_slots=adapter_slots if config.num_adapters else None,
+        adapter_slots=adapter_slots if _num_adapters(config) else None,
     )  # fmt: skip

@@ -145,6 +145,7 @@ async def test_openapi_is_valid_and_lists_every_route(exchange):
 def test_control_is_served_only_if_enabled():
     enabled = served(ServerConfig(enable_weight_updates=True, api_keys=("key",)))
     names = {"/pause", "/resume", "/is_paused", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"}
+    names |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert {each.path for each in enabled} - {each.path for each in served(ServerConfig())} == names
 
 

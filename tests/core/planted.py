@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jpaged.core.adapter_slots import AdapterSlots
 from jpaged.core.block_pool import GONE, BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
@@ -147,6 +148,37 @@ def _unwritten_draft(patch):
     patch.setattr(Rows, "change", short)
 
 
+def _taken_slot(patch):
+    """A slot is given to another adapter while a running sequence has its own there."""
+    take = AdapterSlots.take
+
+    def rob(slots, adapter):
+        if adapter is not None and adapter not in slots._slots and not slots._free:
+            slots._users.clear()
+        return take(slots, adapter)
+
+    patch.setattr(AdapterSlots, "has_room", lambda slots, adapter: True)
+    patch.setattr(AdapterSlots, "take", rob)
+
+
+def _early_slot(patch):
+    """A slot is free when a request is preempted or ends in one of its branches, though others go on."""
+    release = AdapterSlots.release
+
+    def hasty(slots, adapter):
+        release(slots, adapter)
+        slots._users.pop(adapter, None)
+
+    patch.setattr(AdapterSlots, "release", hasty)
+
+
+def _missed_load(patch):
+    """A plan forgets an adapter that its rows need."""
+    loads = AdapterSlots.loads
+    patch.setattr(AdapterSlots, "loads", lambda slots: loads(slots)[1:])
+
+
+ADAPTER_BUGS = {"taken slot": _taken_slot, "early slot": _early_slot, "missed load": _missed_load}
 DRAFT_BUGS = {
     "kept position": _kept_position,
     "silent host": _silent_host,

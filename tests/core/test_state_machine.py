@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.core.commands import UpdateParams
 from tests.core import traffic
-from tests.core.planted import BUGS, DRAFT_BUGS
+from tests.core.planted import ADAPTER_BUGS, BUGS, DRAFT_BUGS
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +43,17 @@ class Traffic(stateful.RuleBasedStateMachine):
         exact=st.booleans(),
         windows=st.sampled_from([(None,), (None,), (None, 3), (5,), (None, 2, 7), (4, 1)]),
         pages=st.sampled_from([0, 0, 1, 2, 3]),
+        adapters=st.sampled_from([0, 1, 2]),
     )
     def start(
         self, blocks, size, seqs, tokens, host, cache, policy, cost, beside, headroom, tenants, overhead, drafts,
-        method, exact, windows, pages,
+        method, exact, windows, pages, adapters,
     ):  # fmt: skip
         self.scheduler, self.runner = traffic.make(
             blocks * len(windows), size, seqs=seqs, tokens=tokens, length=24, host=host, cache=cache, eos=EOS,
             policy=policy, preemption=self.mode, block_swap_cost=cost, tokens_beside_decodes=max(seqs, beside),
             headroom=headroom, step_overhead=overhead, drafts=drafts, method=method, exact=exact, windows=windows,
-            pages=pages * seqs,
+            pages=pages * seqs, adapters=adapters,
         )  # fmt: skip
         self.tenants, self.method = tenants, method
         self.requests = []
@@ -64,6 +65,8 @@ class Traffic(stateful.RuleBasedStateMachine):
             prompt, params, options = traffic.draw(rng, self.scheduler)
             name = str(len(self.requests))
             options["tenant"] = rng.choice(self.tenants)
+            if self.scheduler.rows.adapters.size:
+                options["adapter"] = rng.choice([None, 0, 1, 2, 3])
             self.requests.append(self.scheduler.add(name, prompt, params, seed=rng.randrange(9), **options))
 
     @stateful.precondition(lambda self: len(self.in_flight) < 2)
@@ -150,6 +153,7 @@ class Traffic(stateful.RuleBasedStateMachine):
             traffic.assert_as_alone(request, EOS)
         self.seen["preemption"] += self.scheduler.num_preemptions
         self.seen["swap"] += self.scheduler.num_swapped_blocks
+        self.seen["adapter replaced"] += self.runner.num_replaced
         self.seen["copy"] += self.runner.num_copies
         self.seen["draft kept"] += self.scheduler.num_kept
         self.seen["draft of a model kept"] += self.scheduler.num_kept if self.method == "draft_model" else 0
@@ -166,7 +170,7 @@ def attack(mode: str, **options) -> Counter[str]:
 @pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.deep), "auto"])
 def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     wanted = {"copy", "preemption", "abort in a step", "two steps in flight", "some held back"}
-    wanted |= {"draft kept", "draft dropped", "draft of a model kept"}
+    wanted |= {"adapter replaced", "draft kept", "draft dropped", "draft of a model kept"}
     wanted |= {"swap"} if mode != "recompute" else set()
     seen = Counter[str]()
     for examples in (120, 360, 720):  # chance may leave some out
@@ -181,6 +185,13 @@ def test_it_finds_a_planted_bug_of_drafts(bug, monkeypatch):
     DRAFT_BUGS[bug](monkeypatch)
     with pytest.raises((AssertionError, LookupError)):
         attack("swap", max_examples=300, phases=[Phase.generate], database=None)
+
+
+@pytest.mark.parametrize("bug", ADAPTER_BUGS)
+def test_it_finds_a_planted_bug_of_adapters(bug, monkeypatch):
+    ADAPTER_BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        attack("recompute", max_examples=300, phases=[Phase.generate], database=None)
 
 
 @pytest.mark.deep

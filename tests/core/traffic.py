@@ -109,7 +109,7 @@ class CheckedScheduler(Scheduler):
 
 def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
-    method="ngram", windows=(None,), pages=0, **options,
+    method="ngram", windows=(None,), pages=0, adapters=0, **options,
 ):  # fmt: skip
     """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
 
@@ -122,7 +122,8 @@ def make(
     model = {"model": "any"} if method == "draft_model" else {}
     speculative_config = {"method": method, "num_speculative_tokens": drafts, **model} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
-    scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool, **options)
+    scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool,
+                                 num_adapters=adapters, **options)  # fmt: skip
     scheduler.memory._every = 4 * size
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 

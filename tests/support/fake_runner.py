@@ -15,7 +15,18 @@ from jpaged.core.block_pool import GONE
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commands import UpdateParams
 from jpaged.core.params import MAX_TOP, BeamSearchParams
-from jpaged.core.plan import CONTINUES, NO_STATE, NOWHERE, Admitted, Pairs, Sample, Scheduled, StepPlan, StepResult
+from jpaged.core.plan import (
+    CONTINUES,
+    NO_SLOT,
+    NO_STATE,
+    NOWHERE,
+    Admitted,
+    Pairs,
+    Sample,
+    Scheduled,
+    StepPlan,
+    StepResult,
+)
 from jpaged.core.scheduler import Scheduler
 
 VOCAB = 50
@@ -86,7 +97,7 @@ class Row:
     def __init__(self, admitted: Admitted, salt: str):
         self.params, self.seed, self.num_prompt = admitted.params, admitted.seed, admitted.num_prompt_tokens
         self.tokens, self.tables, self.salt = list(admitted.token_ids), [*map(list, admitted.block_ids)], salt
-        self.num_scored = admitted.num_scored
+        self.num_scored, self.adapter_slot = admitted.num_scored, admitted.adapter_slot
         # The last token of output is counted by the step that takes it in.
         has_output = len(self.tokens) > self.num_prompt
         self.counted = self.tokens[: len(self.tokens) - has_output] if self.params.has_state else None
@@ -128,10 +139,11 @@ class FakeRunner:
         self.host: list[tuple[int, int] | None] = [None] * (num_host_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.in_flight: deque[tuple[StepPlan, dict[int, int]]] = deque()  # with {block: the row that writes it}
-        self.num_steps = self.num_copies = 0
+        self.num_steps = self.num_copies = self.num_replaced = 0
         # Whether the token in a slot was computed as part of an output.
         self.of_output = [False] * (num_blocks * block_size)
         self.host_of_output = [False] * (num_host_blocks * block_size)
+        self.adapters: dict[int, int] = {}  # by slot
         self.version = 0  # of the parameters: who changes it resets the prefix cache
         self.versions: list[int | None] = [None] * (num_blocks * block_size)
         self.host_versions: list[int | None] = [None] * (num_host_blocks * block_size)
@@ -166,6 +178,9 @@ class FakeRunner:
         self._copy(swap_in, self.host_versions, self.versions)
         self._copy(swap_in, self.host_of_output, self.of_output)
         self._change_rows(plan)
+        self.num_replaced += sum(slot in self.adapters for _, slot in plan.adapters)
+        self.adapters |= {slot: adapter for adapter, slot in plan.adapters}
+        self._check_adapters(plan)
         self._check_versions(plan)
         written: dict[int, int] = {}
         texts: dict[int, list[int]] = {}
@@ -214,6 +229,7 @@ class FakeRunner:
         self.memory, self.host = [None] * len(self.memory), [None] * len(self.host)
         self.states, self.host_states = [None] * len(self.states), [None] * len(self.host_states)
         self.rows.clear()
+        self.adapters.clear()
         self.in_flight.clear()
 
     def check(self, command: UpdateParams) -> None:
@@ -280,6 +296,13 @@ class FakeRunner:
                 for _, position, slot in self._seen(admitted.row, end, end):
                     found = self.versions[slot]
                     assert found == self.version, f"position {position} is of version {found}, not {self.version}"
+
+    def _check_adapters(self, plan: StepPlan) -> None:
+        """Check that each row finds its request's adapter in its slot."""
+        for row in {scheduled.row for scheduled in plan.rows}:
+            slot, wanted = self.rows[row].adapter_slot, self.scheduler.rows[row].request.adapter
+            assert (slot == NO_SLOT) == (wanted is None), f"row {row} has slot {slot} for adapter {wanted}"
+            assert self.adapters.get(slot) == wanted, f"slot {slot} has adapter {self.adapters.get(slot)}, not {wanted}"
 
     def _is_swapped(self, plan: StepPlan, admitted: Admitted) -> bool:
         """Whether a row returns from the host."""

@@ -134,6 +134,18 @@ def write_slot(slots: Slots, adapter: Slots, slot: jax.Array) -> Slots:
     return Slots(tuple(pairs), place(slots.scales, adapter.scales, slot, axis=1))
 
 
+def attach_one(model: Model, adapter: Adapter, num_rows: int, dtype: str, *products: Any) -> None:
+    """Let the layers of a model add the results of one adapter to all rows.
+
+    Args:
+        dtype: that of the matrices in the products.
+        products: the functions of products, as `Adapting` takes them.
+    """
+    form = slots_form(model, 1, max(pair.a.shape[0] for pair in adapter.pairs.values()), dtype)
+    slots = jax.tree.map(jnp.asarray, form.padded(adapter))
+    Adapting(slots, form, jnp.zeros(num_rows, jnp.int32), *products).attach(model)
+
+
 class Adapting:
     """Adapters of the rows of a step, as a model's layers call them.
 

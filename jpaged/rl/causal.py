@@ -12,8 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+import pallas_kernels
 from jpaged.config import BLOCK_SIZE
 from jpaged.core.params import InvalidParameter
+from jpaged.models.adapter_state import adapter_of
+from jpaged.models.adapters import Adapter, attach_one
 from jpaged.models.base import Attend, AttentionSpec, Model
 from jpaged.models.layers import set_products
 from jpaged.models.outputs import outputs_of
@@ -23,7 +26,7 @@ from jpaged.runtime.kv_cache import KVCache
 from jpaged.runtime.reductions import row_logsumexp
 from pallas_kernels import select_for
 
-USED = ("kernels", "block_size", "kv_cache_dtype")  # settings that change the bits on one machine
+USED = ("kernels", "block_size", "kv_cache_dtype", "lora_dtype")  # settings that change the bits on one machine
 LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
@@ -51,7 +54,7 @@ class Truncation(NamedTuple):
 def token_logprobs(
     model: Model, tokens_bw: jax.Array, is_output_bw: jax.Array | None = None,
     numerics: Mapping[str, str | int] | None = None, *, temperature: jax.typing.ArrayLike | None = None,
-    kept_tokens: jax.Array | None = None,
+    kept_tokens: jax.Array | None = None, adapter: Any = None, scale: float = 1.0,
 ) -> jax.Array:  # fmt: skip
     """Return the logprob of each token after those before it, [B, W] float32; 0 for the first ones.
 
@@ -67,8 +70,11 @@ def token_logprobs(
         temperature: divides the logits, one number above 0 or [B]. None: the logprobs are those of the model.
         kept_tokens: [B, W, ceil(V / 8)] uint8, the tokens that a token could be (`Rollouts.kept_tokens`): the others
             have probability 0. None: it could be any.
+        adapter, scale: an adapter of all rows, as `jpaged.models.adapter_state.adapter_of` takes it; derivatives by its
+            matrices follow. None: the model alone.
 
     Raises:
+        ValueError: the adapter has no matrices.
         InvalidParameter: shapes do not fit together.
         NotImplementedError: the device does not have the kernels of these numerics.
     """
@@ -78,11 +84,16 @@ def token_logprobs(
     if kept_tokens is not None:
         _check_shape("kept_tokens", kept_tokens, (*tokens_bw.shape, -(-model.config.vocab_size // 8)))
     truncation = Truncation(temperature, kept_tokens)
+    made = Adapter({}, {}) if adapter is None else adapter_of(adapter, scale)
     if jax.default_backend() != "cpu":
+        model = cast(Model, nnx.merge(*nnx.split(cast(nnx.Module, model))))  # the caller's has no adapter
+        _adapt(model, made, tokens_bw.size, numerics or {}, pallas_kernels.product, pallas_kernels.products)
         return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
+    scales = tuple(sorted(made.scales.items()))
     graphdef, state = nnx.split(cast(nnx.Module, model))
     used = tuple((name, value) for name, value in (numerics or {}).items() if name in USED)
-    return cast(jax.Array, _engines_logprobs(graphdef, used, state, tokens_bw, is_output_bw, truncation))
+    arrays = (state, dict(made.pairs)), tokens_bw, is_output_bw, truncation
+    return cast(jax.Array, _engines_logprobs(graphdef, used, scales, *arrays))
 
 
 def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
@@ -90,29 +101,45 @@ def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
         raise InvalidParameter(name, f"must have the shape {list(shape)}, not {list(array.shape)}")
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # operations one by one would round otherwise
-def _engines_logprobs(
-    graphdef: Any, numerics: tuple[tuple[str, Any], ...], state: Any, tokens_bw: jax.Array, is_output_bw: jax.Array,
-    truncation: Truncation,
-) -> jax.Array:  # fmt: skip
-    """Return the engine's logprobs, whose derivatives are those of dense attention and of XLA's products."""
+def _adapt(model: Model, adapter: Adapter, num_rows: int, numerics: Mapping[str, Any], *products: Any) -> None:
+    """Attach an adapter, if it changes a layer, to a model."""
+    if adapter.pairs:
+        dtype = numerics.get("lora_dtype") or outputs_of(lambda _: model, None, model.config).attention_dtype
+        attach_one(model, adapter, num_rows, dtype, *products)
 
-    def define(state: Any, tokens_bw: jax.Array, _: Any, truncation: Truncation) -> jax.Array:
+
+@partial(jax.jit, static_argnums=(0, 1, 2))  # operations one by one would round otherwise
+def _engines_logprobs(
+    graphdef: Any, numerics: tuple[tuple[str, Any], ...], scales: tuple[tuple[str, float], ...], arrays: Any,
+    tokens_bw: jax.Array, is_output_bw: jax.Array, truncation: Truncation,
+) -> jax.Array:  # fmt: skip
+    """Return the engine's logprobs, whose derivatives are those of dense attention and of XLA's products.
+
+    `arrays` are the state of the model and the matrices of an adapter.
+    """
+    size = tokens_bw.size
+
+    def define(arrays: Any, tokens_bw: jax.Array, _: Any, truncation: Truncation) -> jax.Array:
+        state, pairs = arrays
         model = nnx.merge(graphdef, state)
+        adapter = Adapter(pairs, dict(scales))
+        _adapt(model, adapter, size, dict(numerics), pallas_kernels.product, pallas_kernels.products)
         return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
 
     def value(*args: Any) -> jax.Array:
         # XLA fuses nothing with other operations, and knows no values.
-        state, tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
+        (state, pairs), tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
         model = nnx.merge(graphdef, state)
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
-        set_products(model, cache.kernels.product, cache.kernels.products)
+        products = cache.kernels.product, cache.kernels.products
+        set_products(model, *products)
+        _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), *products)
         attend = paged_attention(model, cache, is_output_bw)
         return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp)))
 
     engines = jax.custom_jvp(value)
     engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))
-    return engines(state, tokens_bw, is_output_bw, truncation)
+    return engines(arrays, tokens_bw, is_output_bw, truncation)
 
 
 def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) -> KVCache:

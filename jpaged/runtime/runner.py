@@ -118,7 +118,8 @@ class ModelRunner:
         self.background: Background | None = None
         self.watch: StepWatch | None = None
         self.numerics = numerics_of(self.kind, self.tree.expected, kernels, cache, placement) | {
-            "logprobs_mode": "processed_logprobs" if processed_logprobs else "raw_logprobs"
+            "logprobs_mode": "processed_logprobs" if processed_logprobs else "raw_logprobs",
+            **({} if slots is None else {"lora_dtype": slots.dtype}),
         }
 
     def dispatch(self, plan: StepPlan, make_masks: Callable[[], np.ndarray] | None = None) -> PendingStep | Done:

@@ -3,12 +3,14 @@
 import dataclasses
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import LLM, BeamSearchParams, InvalidParameter, LoRARequest, SamplingParams
+from jpaged import LLM, BeamSearchParams, InvalidParameter, LoRARequest, SamplingParams, load
 from jpaged.rl import RolloutWorker
+from jpaged.rl.causal import token_logprobs
 from tests.core.test_adapter_slots import assert_slots
 from tests.models.test_adapters import write_adapter
 from tests.runtime.test_runner import Compilations
@@ -223,6 +225,27 @@ class TestRollouts:
         assert (after[0].tokens != before[0].tokens).any()
         for name in ("one", "two"):
             llm.unload_adapter(name)
+
+    def test_a_trainer_has_their_logprobs_to_the_bit_and_derivatives(self, llm, directory):
+        form, model = llm.engine.runner.adapters.form, load(str(directory), progress=False)
+        worker, tree = RolloutWorker(llm, width=24, adapter="trained", scale=0.5), tree_of(form, 60, 5)
+        worker.update(tree)
+        rollouts = worker.generate(["abc", "quiz"], SamplingParams(n=2, max_tokens=8, seed=3, ignore_eos=True))
+
+        def logprobs(tree):
+            given = jnp.asarray(rollouts.tokens), jnp.asarray(rollouts.is_output), worker.numerics
+            found = token_logprobs(model, *given, adapter=tree, scale=0.5)
+            return jnp.where(rollouts.is_output, found, 0)
+
+        np.testing.assert_array_equal(logprobs(tree), np.where(rollouts.is_output, rollouts.logprobs, 0))
+        loss = lambda tree: logprobs(tree).sum()
+        gradient = jax.grad(loss)(tree)
+        rng = np.random.default_rng(0)
+        direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
+        moved = lambda by: float(loss(jax.tree.map(lambda x, d: x + by * d, tree, direction)))
+        expected = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction)))
+        assert (moved(1e-3) - moved(-1e-3)) / 2e-3 == pytest.approx(expected, rel=0.05)
+        llm.unload_adapter("trained")
 
 
 class TestErrors:

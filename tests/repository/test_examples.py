@@ -71,6 +71,16 @@ def test_grpo_raises_the_reward_and_the_logprobs_agree():
     assert set(mismatches) == {0}, "the trainer has the engine's bits"
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_grpo_of_an_adapter_on_a_frozen_base(base):
+    with few_shapes():
+        history = runpy.run_path(str(EXAMPLES / "grpo_lora.py"))["main"]("40", base)
+    rewards, mismatches = zip(*history)
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.9
+    assert set(mismatches) == {0}, "the trainer has the engine's bits"
+
+
 def test_best_of_n(demo, capsys, monkeypatch):
     monkeypatch.setattr(jpaged, "LLM", lambda *_, **__: demo, raising=False)
     lines = lines_of("best_of_n.py", capsys)

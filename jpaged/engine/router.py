@@ -100,7 +100,7 @@ class Router:
         async with AsyncExitStack() as stack:
             for index, prompt in enumerate(prompts):
                 loads = {number: live for number, live in enumerate(self._num_live) if self._engines[number].alive}
-                salt = options.get("cache_salt", "")
+                salt = options.get("adapter"), options.get("cache_salt", "")
                 number = self._table.choose(prompt, loads or {0: 0}, salt=salt)
                 self._table.remember(prompt, number, salt=salt)
                 places.setdefault(number, []).append(index)

@@ -190,7 +190,7 @@ def _serve(
             lead = followers.lead if followers else None
             setups = on_further_devices(setup, args.data_parallel_size)
             engines = [start_engine(each, progress=bars, lead=lead) for each in setups]
-        read_adapter = functools.partial(adapter_command, engines[0].runner)
+        read_adapter = lambda name, directory: adapter_command(engines[0].runner, name, directory)
         tokenizer, resolved, model = setup.tokenizer, setup.resolved, setup.resolved.model
         service = Service(
             engines, tokenizer, (args.served_model_name or [args.model])[0], config,

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jpaged.core.plan import NO_SLOT
+from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request
 
 MOST_PASSED = 256  # requests that start before one that waits for a slot
@@ -98,16 +99,15 @@ class Passing:
         self._first: Request | None = None
         self._num_passed = 0
 
-    def next(self, waiting: Iterable[Request], slots: AdapterSlots) -> Request:
+    def next(self, waiting: RequestQueue, slots: AdapterSlots) -> Request:
         """Return the request to start next; it may lack a slot."""
-        others = iter(waiting)
-        first = next(others)
+        first = waiting.first
         if slots.has_room(first.adapter):
             return first
         if first is not self._first:
             self._first, self._num_passed = first, 0
         if self._num_passed < MOST_PASSED:
-            for request in itertools.islice(others, MOST_PASSED):
+            for request in itertools.islice(waiting, 1, 1 + MOST_PASSED):
                 if request.adapter is None or slots.is_used(request.adapter):
                     return request
         return first

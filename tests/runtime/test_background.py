@@ -114,7 +114,9 @@ def used(llm, monkeypatch):
     """Returns the set of the shapes of steps from now on."""
     found, forward = set(), llm.engine.runner._forward
     monkeypatch.setattr(
-        llm.engine.runner, "_forward", lambda buffer, bucket: found.add(bucket) or forward(buffer, bucket)
+        llm.engine.runner,
+        "_forward",
+        lambda buffer, bucket, *slots: found.add(bucket) or forward(buffer, bucket, *slots),
     )
     return found
 

@@ -94,7 +94,11 @@ def test_weights_with_groups_stay_where_kernels_multiply_them(
     monkeypatch.setattr(load, "described", lambda model: "")
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     resolved = types.SimpleNamespace(
-        device=device, model=None, dtype="bfloat16", quantization=None, config=types.SimpleNamespace(kernels=kernels)
+        device=device,
+        model=None,
+        dtype="bfloat16",
+        quantization=None,
+        config=types.SimpleNamespace(kernels=kernels, enable_lora=False, lora_modules=None),
     )
     setup = types.SimpleNamespace(resolved=resolved, placement=types.SimpleNamespace(of=None, size=devices))
     load.load_params(setup, "somewhere")

@@ -176,8 +176,8 @@ def test_the_largest_steps_are_measured(monkeypatch):
     decode, mixed = Bucket(4, 4, True), Bucket(32, 4, False)
 
     assert sizing.model_temporaries(runner, 7) == 12345
-    for bucket, (params, pool, last, buffer, shape) in zip((decode, mixed), step.forward.calls, strict=True):
-        assert params is leaves and last is last_tokens and shape == bucket
+    for bucket, (params, pool, last, buffer, shape, slots) in zip((decode, mixed), step.forward.calls, strict=True):
+        assert params is leaves and last is last_tokens and shape == bucket and slots is None
         assert [described(array) for array in pool] == [((7, 2, 8, 64), "float32")] * 6
         assert described(buffer) == described(shapes.padding(bucket))
 

@@ -73,7 +73,7 @@ def test_grpo_raises_the_reward_and_the_logprobs_agree():
 
 @pytest.mark.deep
 @pytest.mark.parametrize("base", ["bfloat16", "int8"])
-def test_grpo_of_an_adapter_on_a_frozen_base(base):
+def test_grpo_lora(base):
     with few_shapes():
         history = runpy.run_path(str(EXAMPLES / "grpo_lora.py"))["main"]("40", base)
     rewards, mismatches = zip(*history)

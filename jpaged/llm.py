@@ -134,10 +134,11 @@ class LLM:
         return self._outputs(requests)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True,
+        lora_request: LoRA | Sequence[LoRA] = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Return the best continuations of each prompt, best first; arguments and results are those of `generate`."""
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], *, use_tqdm: bool = False,
@@ -193,6 +194,7 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None, use_tqdm: bool = True, *,
         chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRA | Sequence[LoRA] = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate the next message of one conversation or of several, through the model's chat template.
 
@@ -204,6 +206,7 @@ class LLM:
             continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
             tools: descriptions of functions for the template, in the form of the OpenAI API.
             chat_template_kwargs: more variables for the template.
+            lora_request: as in `generate`.
 
         Raises:
             ValueError: the template rejects the messages, or a parameter is invalid as in `generate`.
@@ -220,7 +223,7 @@ class LLM:
         )  # fmt: skip
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [render(self.tokenizer, list(map(_for_template, talk))) for talk in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""

@@ -108,6 +108,15 @@ class TestAnswers:
         found = [shown(each) for each, (*_, adapter) in zip(generate(llm, requests), requests) if adapter is None]
         assert found == expected
 
+    def test_of_chats_and_beams(self, llm):
+        messages, template = [{"role": "user", "content": "abc"}], "{{ messages[0].content }}"
+        (chat,) = llm.chat(messages, GREEDY, False, chat_template=template, lora_request="a1")
+        assert chat.outputs[0].token_ids == llm.generate("abc", GREEDY, lora_request="a1")[0].outputs[0].token_ids
+        beams = BeamSearchParams(beam_width=2, max_tokens=6)
+        (found,) = llm.beam_search("abc", beams, use_tqdm=False, lora_request="a1")
+        assert shown(found) == shown(*generate(llm, [("abc", beams, "a1")]))
+        assert shown(found) != shown(*generate(llm, [("abc", beams, None)]))
+
     def test_adapters_share_no_prefix(self, llm):
         prompt = "the same text of several blocks"
         llm.reset_prefix_cache()

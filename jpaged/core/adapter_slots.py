@@ -19,7 +19,7 @@ def salt_with(adapter: int | None, salt: str) -> str:
 
 
 class AdapterSlots:
-    """Slots of `size` adapters. Those that no running sequence uses stay until another adapter needs their slot.
+    """Slots of `size` adapters. An adapter without running sequences stays until another one needs its slot.
 
     An adapter is a number, and another number for each of its versions.
     """

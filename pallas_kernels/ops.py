@@ -251,10 +251,12 @@ class Ops:
         *weights: Weight,
         dtype: DTypeLike | None = None,
         wanted_t: jax.Array | None = None,
+        sizes_e: jax.Array | None = None,
+        tokens_m: jax.Array | None = None,
         added: tuple[jax.Array, ...] | None = None,
     ) -> tuple[jax.Array, ...]:
         """Compute the products of the same rows with several weights, as `product` does, in one pass."""
-        return self._multiply(x_ti, weights, ProductOptions(dtype=dtype, wanted_t=wanted_t, added=added))
+        return self._multiply(x_ti, weights, ProductOptions(None, False, dtype, wanted_t, sizes_e, tokens_m, added))
 
     def delta_rule(
         self,

@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): their values, their slots on the device, and their part of a step.
 
-A layer with an adapter computes W x + s B A x. Adapters of all slots lie side by side in one A [N R, I] and one B
-[O, N R] for each layer: two products serve the rows of a step, and each row keeps the columns of its own slot. To a row
-without an adapter -0 is added, which leaves the bits of its sums as they are.
+A layer with an adapter computes W x + s B A x, in two further products for all rows of a step. Where products of groups
+of rows cost no more than the rows (`SlotsForm.grouped`), the rows of a slot are a group, and only slots in use are
+read. Elsewhere adapters of all slots lie side by side in one A and one B, and each row keeps the columns of its own
+slot. To a row without an adapter -0 is added, which leaves the bits of its sums as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,10 @@ ALIGNMENT = 16  # ranks of a slot: a slot begins where a vector does, so that it
 
 
 class Pair(NamedTuple):
-    """Matrices of an adapter for one layer, or of all slots side by side."""
+    """Matrices of an adapter for one layer, A [r, I] and B [O, r], or of all slots."""
 
-    a: Any  # [R, I]
-    b: Any  # [O, R]
+    a: Any
+    b: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,8 @@ class Slots(NamedTuple):
     """Adapters on the device.
 
     Attributes:
-        pairs: for each layer in the order of `Form.layers`: A [N R, I] and B [O, N R].
+        pairs: for each layer in the order of `SlotsForm.layers`: A [N R, I] and B [O, N R]; of groups A [N, R, I] and
+            B [N, O, R].
         scales: [layers, N] float32.
     """
 
@@ -62,12 +64,14 @@ class SlotsForm:
         layers: outputs and inputs of each layer that an adapter may change.
         size: N, the number of slots.
         max_rank: the largest rank of an adapter.
+        grouped: whether slots are groups of rows.
     """
 
     layers: Mapping[str, tuple[int, int]]
     size: int
     max_rank: int
     dtype: str
+    grouped: bool = False
 
     @property
     def rank(self) -> int:
@@ -76,9 +80,9 @@ class SlotsForm:
 
     def empty(self) -> Slots:
         """Return slots without adapters."""
-        columns = self.size * self.rank
-        pairs = [Pair(np.zeros((columns, i)), np.zeros((o, columns))) for o, i in self.layers.values()]
-        pairs = jax.tree.map(lambda array: jnp.zeros(array.shape, self.dtype), pairs)
+        groups, columns = ((self.size,), self.rank) if self.grouped else ((), self.size * self.rank)
+        shapes = [Pair((*groups, columns, i), (*groups, o, columns)) for o, i in self.layers.values()]
+        pairs = [Pair(*(jnp.zeros(shape, self.dtype) for shape in pair)) for pair in shapes]
         return Slots(tuple(pairs), jnp.ones((len(self.layers), self.size), jnp.float32))
 
     def check(self, adapter: Adapter) -> None:
@@ -108,13 +112,15 @@ class SlotsForm:
             nothing = Pair(np.zeros((0, inputs), np.float32), np.zeros((outputs, 0), np.float32))
             pair = adapter.pairs.get(name, nothing)
             rest = self.rank - len(pair.a)
-            pairs.append(Pair(module.pad(pair.a, ((0, rest), (0, 0))), module.pad(pair.b, ((0, 0), (0, rest)))))
-        as_served = lambda array: array.astype(self.dtype)
+            if rest:
+                pair = Pair(module.pad(pair.a, ((0, rest), (0, 0))), module.pad(pair.b, ((0, 0), (0, rest))))
+            pairs.append(pair)
+        as_served = lambda array: (array[None] if self.grouped else array).astype(self.dtype, copy=False)
         scales = np.array([[adapter.scales.get(name, 1.0)] for name in self.layers], np.float32)
         return Slots(jax.tree.map(as_served, tuple(pairs)), scales)
 
 
-def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike) -> SlotsForm:
+def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike, *, grouped: bool = False) -> SlotsForm:
     """Return the form of `size` slots for a model. All linear layers but the head may be changed."""
     layers = {}
     for path, module in nnx.iter_modules(cast(nnx.Module, model)):
@@ -122,15 +128,16 @@ def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike) -> Slot
         if isinstance(module, Linear) and name != "lm_head":
             outputs, inputs = jax.eval_shape(lambda module=module: weight_of(module).dense()).shape
             layers[name] = outputs, inputs
-    return SlotsForm(layers, size, max_rank, str(jnp.dtype(dtype)))
+    return SlotsForm(layers, size, max_rank, str(jnp.dtype(dtype)), grouped)
 
 
 def write_slot(slots: Slots, adapter: Slots, slot: jax.Array) -> Slots:
     """Return slots with one of them, an int32 scalar, replaced by an adapter, which has one slot."""
     place, pairs = jax.lax.dynamic_update_slice_in_dim, []
     for (all_a, all_b), (a, b) in zip(slots.pairs, adapter.pairs):
-        first = slot * a.shape[0]
-        pairs.append(Pair(place(all_a, a, first, axis=0), place(all_b, b, first, axis=1)))
+        columns = 0 if b.ndim == 3 else 1  # the axis of the slots in B
+        first_a, first_b = slot * a.shape[0], slot * b.shape[columns]
+        pairs.append(Pair(place(all_a, a, first_a, axis=0), place(all_b, b, first_b, axis=columns)))
     return Slots(tuple(pairs), place(slots.scales, adapter.scales, slot, axis=1))
 
 
@@ -157,7 +164,14 @@ class Adapting:
     def __init__(self, slots: Slots, form: SlotsForm, slots_t: jax.Array, product: Product, products: Products):
         self._slots, self._numbers = slots, {name: i for i, name in enumerate(form.layers)}
         self._slots_t, self._product, self._products = slots_t, product, products
-        self._is_own_tc = jnp.repeat(slots_t[:, None] == jnp.arange(form.size), form.rank, axis=1)
+        self._grouped = form.grouped
+        is_own_tn = slots_t[:, None] == jnp.arange(form.size)
+        if form.grouped:
+            self._order_t = jnp.argsort(jnp.where(slots_t < 0, form.size, slots_t))
+            self._places_t = jnp.argsort(self._order_t)
+            self._sizes_n = is_own_tn.sum(0, dtype=jnp.int32)
+        else:
+            self._is_own_tc = jnp.repeat(is_own_tn, form.rank, axis=1)
 
     def attach(self, model: Model) -> None:
         """Let the layers of a model add their adapters' results to their sums."""
@@ -167,12 +181,17 @@ class Adapting:
 
     def __call__(self, x_ti: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, ...]:
         """Return the results [T, O] float32 of some layers' adapters for rows of the same input."""
+        slots_t, options = self._slots_t, {}
+        if self._grouped:
+            x_ti, slots_t = x_ti[self._order_t], slots_t[self._order_t]
+            options = {"sizes_e": self._sizes_n, "tokens_m": self._order_t}
         pairs = [self._slots.pairs[number] for number in numbers]
-        reduced = self._products(x_ti, *(Weight(pair.a) for pair in pairs), dtype=jnp.float32)
+        reduced = self._products(x_ti, *(Weight(pair.a) for pair in pairs), dtype=jnp.float32, **options)
         results = []
         for number, pair, z_tc in zip(numbers, pairs, reduced, strict=True):
-            scale_t = self._slots.scales[number][jnp.maximum(self._slots_t, 0)]
-            own_tc = jnp.where(self._is_own_tc, z_tc * scale_t[:, None], 0)
-            y_to = self._product(own_tc, Weight(pair.b), dtype=jnp.float32)
+            z_tc = z_tc * self._slots.scales[number][jnp.maximum(slots_t, 0)][:, None]
+            own_tc = z_tc if self._grouped else jnp.where(self._is_own_tc, z_tc, 0)
+            y_to = self._product(own_tc, Weight(pair.b), dtype=jnp.float32, **options)
+            y_to = y_to[self._places_t] if self._grouped else y_to
             results.append(jnp.where(self._slots_t[:, None] < 0, -0.0, y_to))
         return tuple(results)

@@ -47,7 +47,8 @@ class ModelRunner:
         pool_dtype: return the dtype of the KV pool for a dtype of keys.
         dtype, allow_copy: as in `ParamTree`.
         processed_logprobs: as in `Step`.
-        adapter_slots: return the form of the slots of adapters for a dtype of activations; None: there are none.
+        adapter_slots: return the form of the slots of adapters for a dtype of activations, `grouped` where products of
+            groups of rows cost no more than the rows; None: there are none.
 
     Attributes:
         kind: name of the module's class; modules of one config may differ.
@@ -74,7 +75,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, placement: Placement, limits: Limits, choose_kernels: Callable[[str], Kernels],
         pool_dtype: Callable[[str], str], *, dtype: str | None = None, processed_logprobs: bool = False,
-        allow_copy: bool = True, adapter_slots: Callable[[str], SlotsForm] | None = None,
+        allow_copy: bool = True, adapter_slots: Callable[..., SlotsForm] | None = None,
     ):  # fmt: skip
         self.config, self.placement, quantized = model.config, placement, is_quantized(model)
         self.vocab_size = self.config.vocab_size
@@ -96,7 +97,7 @@ class ModelRunner:
             raise NotImplementedError("tensor_parallel_size: models with recurrent layers run on one device")
         if adapter_slots is not None and placement.size > 1:
             raise NotImplementedError("tensor_parallel_size: adapters are served on one device")
-        slots = None if adapter_slots is None else adapter_slots(self.outputs.attention_dtype)
+        slots = adapter_slots and adapter_slots(self.outputs.attention_dtype, grouped=kernels.skips_rows)
         self.adapters = AdapterStore(slots, placement)
         multiplies = placement.size == 1 and kernels.multiplies
         self.pads = not (multiplies and kernels.skips_rows)

@@ -17,7 +17,8 @@ from tests.runtime.test_runner import Compilations
 from tests.support import checkpoints, models
 from tests.support.few_shapes import few_shapes
 
-NAMES = [f"a{i}" for i in range(5)]
+RANKS = (1, 8, 3, 5, 2, 7, 4, 6)
+NAMES = [f"a{i}" for i in range(len(RANKS))]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)
 
 
@@ -52,12 +53,12 @@ def engine(directory, **settings) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(directory) -> LLM:
-    """An engine with two slots, five adapters of different rank, and blocks for few requests."""
+    """An engine with two slots, eight adapters of different rank, and blocks for few requests."""
     llm = engine(directory, enable_lora=True, max_loras=2, max_lora_rank=8)
     llm.engine.scheduler.headroom = 0  # so that requests are preempted
     form = llm.engine.runner.adapters.form
     for number, name in enumerate(NAMES):
-        llm.load_adapter(name, tree_of(form, number, (1, 8, 3, 5, 2)[number]), scale=1 + number / 4)
+        llm.load_adapter(name, tree_of(form, number, RANKS[number]), scale=1 + number / 4)
     return llm
 
 
@@ -134,7 +135,7 @@ class TestAnswers:
         )  # fmt: skip
         form = drafting.engine.runner.adapters.form
         for number, name in enumerate(NAMES):
-            drafting.load_adapter(name, tree_of(form, number, (1, 8, 3, 5, 2)[number]), scale=1 + number / 4)
+            drafting.load_adapter(name, tree_of(form, number, RANKS[number]), scale=1 + number / 4)
         requests = [each for each in asked() if isinstance(each[1], SamplingParams)]
         assert [shown(each) for each in generate(drafting, requests)] == [
             shown(each) for each in generate(llm, requests)
@@ -259,7 +260,9 @@ class TestRollouts:
 
 class TestErrors:
     def test_of_names(self, llm):
-        with pytest.raises(InvalidParameter, match=r"^adapter: 'none' is not loaded; loaded: a0, a1, a2, a3, a4$"):
+        with pytest.raises(
+            InvalidParameter, match=r"^adapter: 'none' is not loaded; loaded: a0, a1, a2, a3, a4, a5, a6, a7$"
+        ):
             llm.generate("abc", GREEDY, lora_request="none", use_tqdm=False)
         with pytest.raises(ValueError, match=r"^adapter: 'none' is not loaded$"):
             llm.unload_adapter("none")

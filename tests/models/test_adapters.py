@@ -21,6 +21,7 @@ from tests.support.architectures import CASES
 
 TOKENS, RANK = 12, 4
 ALPHA = 6
+TOLERANCE = {"gemma2-256": 5e-5, "qwen3.5": 5e-5}  # these multiply the last bits of layers: by norms, by recurrence
 CHEAP = ("qwen2-window", "phi3-long", "opt-350m", "qwen3.5", "glm4", "qwen2-moe-dense", "gpt-oss")
 NAMES = [pytest.param(name, marks=() if name in CHEAP else pytest.mark.deep) for name in CASES]
 
@@ -63,7 +64,8 @@ def test_it_equals_the_merged_checkpoint(name, tmp_path):
     config = registry.read_config(tmp_path).for_length(TOKENS)
     load = lambda: load_safetensors(tmp_path, config, Form("float32"), progress=False)
     model = load()
-    form = slots_form(model, 3, RANK, "float32")
+    forms = [slots_form(model, 3, RANK, "float32", grouped=grouped) for grouped in (False, True)]
+    form = forms[0]
     shapes = {module: tensors[f"{module}.weight"].shape for module in places_of(config, form)}
     assert len(form.layers) >= len(shapes) > 3
     matrices = write_adapter(tmp_path / "adapter", shapes)
@@ -71,15 +73,17 @@ def test_it_equals_the_merged_checkpoint(name, tmp_path):
     form.check(adapter)
     other = Adapter({layer: Pair(-a, b) for layer, (a, b) in adapter.pairs.items()}, adapter.scales)
     base = logits(model)
-    found = logits(load(), adapting(form, [other, adapter], [1] * TOKENS))
-    without = logits(load(), adapting(form, [other, adapter], [-1] * TOKENS))
-    np.testing.assert_array_equal(without, base)
+    found = [logits(load(), adapting(form, [other, adapter], [1] * TOKENS)) for form in forms]
+    for form in forms:
+        without = logits(load(), adapting(form, [other, adapter], [-1] * TOKENS))
+        np.testing.assert_array_equal(without, base)
     for module, (a, b) in matrices.items():
         tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + ALPHA / RANK * b @ a
     save_file(tensors, tmp_path / "model.safetensors")
     merged = logits(load())
-    assert np.abs(merged - base).max() > 100 * np.abs(found - merged).max()
-    np.testing.assert_allclose(found, merged, atol=1e-4, rtol=1e-4)
+    for each in found:
+        assert np.abs(merged - base).max() > 100 * np.abs(each - merged).max()
+        np.testing.assert_allclose(each, merged, atol=TOLERANCE.get(name, 1e-5), rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from jpaged.config import EngineConfig
 from jpaged.start.adapter import adapter_command
 from jpaged.start.load import load_engine
 from tests.models.test_adapters import write_adapter
-from tests.serving.client import MAX_LEN, Client
+from tests.serving.client import MAX_LEN, Api, Client, collect
 from tests.support.few_shapes import few_shapes
 
 KEY = {"Authorization": "Bearer sesame"}
@@ -57,8 +57,13 @@ async def test_an_adapter_is_a_model(client, adapter):
     assert answer["model"] == "poet"
     assert answer["choices"][0]["text"] != base["choices"][0]["text"]
     assert (await ask("tiny"))["choices"] == base["choices"]
-    chat = {"model": "poet", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    assert (await post(client, "/v1/chat/completions", chat))["model"] == "poet"
+    async with Api(client.url, api_key="sesame") as api:
+        assert [model.id async for model in await api.client.models.list()] == ["tiny", "poet"]
+        chat = {"model": "poet", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 8}
+        whole = await api.client.chat.completions.create(**chat, temperature=0)
+        chunks = await collect(await api.client.chat.completions.create(**chat, temperature=0, stream=True))
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert whole.model == chunks[0].model == "poet" and whole.choices[0].message.content == streamed != ""
     assert await post(client, "/v1/unload_lora_adapter", {"lora_name": "poet"}) == {"status": "unloaded"}
     assert (await post(client, "/v1/completions", {"model": "poet", "prompt": "a"}, 404))["error"]["param"] == "model"
 

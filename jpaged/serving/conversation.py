@@ -13,6 +13,8 @@ from jpaged.serving.fields import Items, Nothing, Open, Strict
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128
+# Variables by which templates switch reasoning on and off.
+THINKING = ("enable_thinking", "thinking")
 
 
 class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
@@ -157,6 +159,7 @@ class Conversation(Strict):
             raise invalid("continue_final_message", "contradicts add_generation_prompt: true")
         levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
-        variables = (self.chat_template_kwargs or {}) | levels
+        off = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
+        variables = off | (self.chat_template_kwargs or {}) | levels
         prompting = {"add_generation_prompt": self._prompting, "continue_final_message": going_on}
         return {"tools": tools, "variables": variables, **prompting}

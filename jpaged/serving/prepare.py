@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, NewReasoningParser, Prompt
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
 from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
-from jpaged.serving.reasoning import ReasoningParser
 from jpaged.serving.service import Service
-from jpaged.serving.tools import ToolFormat
+from jpaged.serving.tool_parsers.format import ToolFormat
+from jpaged.serving.tool_parsers.grammar import any_text
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 LAST_TOKENS = 16  # of a prompt; they have an opening mark and the white space after it
@@ -31,12 +31,14 @@ class Exchange(NamedTuple):
 
     Attributes:
         bad_words: token ids of `params.bad_words`.
+        shown_tokens: special tokens that are part of the text, because a parser reads them.
     """
 
     body: GenerationRequest
     params: Params
     bad_words: tuple[tuple[int, ...], ...]
     answer: Answer
+    shown_tokens: frozenset[int] = frozenset()
 
 
 def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Exchange:
@@ -67,31 +69,55 @@ def prepare_chat(
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
-        new_parser = None
-        is_bound = params.structured_outputs is not None or body.must_call
+        new_parser = new_reasoning_parser = None
+        shown: set[int] = set()
+        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
+        end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
                 raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
             if body.constraints not in ([], ["response_format"]):
                 raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
             with_answer = params.structured_outputs is not None and not body.must_call
-            params = replace(params, structured_outputs=_call_grammar(body, params, form, offered))
-            names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
-            new_id = lambda: f"call_{uuid.uuid4().hex}"
-            new_parser = partial(form.parser, names, new_id, parallel, with_answer)
-        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
-        new_reasoning_parser = None if is_bound else _reasoning_parser(service, prompt)
+            params = replace(params, structured_outputs=_call_grammar(service, body, params, form, offered))
+            parallel, new_id = body.parallel_tool_calls is not False, lambda: f"call_{uuid.uuid4().hex}"
+            new_parser = partial(form.parser, offered, new_id, parallel, with_answer)
+            shown.update(form.tokens.values())
+        if service.reasoning is not None:
+            new_reasoning_parser = service.reasoning.new_parser(end)
+            shown.update(service.reasoning.tokens.values())
+        params = replace(params, structured_outputs=_behind_reasoning(service, body, params, end))
         name = service.adapter_of(body.model) or service.model_name
         answer = new_answer(name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
-        return Exchange(body, params, _bad_words(service, params), answer)
+        return Exchange(body, params, _bad_words(service, params), answer, frozenset(shown))
 
 
-def _reasoning_parser(service: Service, prompt: Prompt) -> NewReasoningParser:
-    """Return the maker of parsers of reasoning, which the prompt may have opened."""
-    if (marks := service.reasoning_marks) is None:
+def _behind_reasoning(
+    service: Service, body: protocol.ChatRequest, params: Params, end: str
+) -> StructuredOutputsParams | None:
+    """Return the constraint of an answer, which begins where the reasoning ends, if the model writes any.
+
+    A budget for the reasoning is a constraint, too; then the answer is any text.
+
+    Args:
+        end: end of the prompt.
+    """
+    wanted, budget, form = params.structured_outputs, body.thinking_token_budget, service.reasoning
+    if form is None:
+        if budget is not None:
+            raise invalid("thinking_token_budget", "no form of reasoning is known; set --reasoning-parser")
+        return wanted
+    if wanted is None and budget is None:
         return None
-    end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
-    return partial(ReasoningParser, marks, end.rstrip().endswith(marks.opening))
+    offered = body.offered_functions
+    if wanted is None:
+        marks = service.tool_format.tokens.values() if offered and service.tool_format else ()
+        wanted = StructuredOutputsParams(grammar=any_text(marks))
+    try:
+        prelude = form.prelude(end, budget, with_calls=bool(offered))
+    except ValueError as error:
+        raise invalid("thinking_token_budget", str(error)) from error
+    return replace(wanted, prelude=prelude)
 
 
 def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
@@ -186,7 +212,7 @@ def render(service: Service, body: Conversation) -> list[int]:
 
 
 def _call_grammar(
-    body: protocol.ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
+    service: Service, body: protocol.ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
 ) -> StructuredOutputsParams | None:
     """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas.
 
@@ -203,7 +229,8 @@ def _call_grammar(
             schema = {"type": "object"} if wanted.json is None else wanted.json
             return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(functions, parallel, schema))
         if any(function.strict for function in functions):
-            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(functions, parallel))
+            but = service.reasoning.openings if service.reasoning else ()
+            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(functions, parallel, but))
     except ValueError as error:
         raise ApiError(400, str(error), "tools") from error
     return None

@@ -32,7 +32,7 @@ from jpaged.models.config_file import read_hf
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from jpaged.tokenizer import backend
 
 SAY, OR, DONE, FAIL = "<<say>>", "<<or>>", "<<done>>", "<<fail>>"

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from jpaged.serving.reasoning import MARKS, ReasoningParser, marks_of
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
+from jpaged.serving.reasoning_parsers.marked import MarkedParser
+from jpaged.serving.tool_parsers.format import FORMATS
 from tests.serving import scripted
 from tests.serving.client import Client
 from tests.serving.scripted import say
@@ -17,17 +18,17 @@ from tests.serving.test_responses import streamed as response_events
 from tests.serving.test_responses import without_ids as without_response_ids
 from tests.serving.tool_texts import ROME, hermes
 
-QWEN = MARKS["qwen3"]
+QWEN = FORMS["qwen3"]
 THOUGHT = "<think>\nWhich city?\n\nRome.\n</think>\n\nIt is sunny."
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
 def outcome(pieces, is_open=False):
     """Return the reasoning and the answer of a text that arrives in pieces."""
-    parser = ReasoningParser(QWEN, is_open)
-    parts = [parser.feed(piece) for piece in pieces]
-    parts.append(parser.feed("", is_last=True))
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+    parser = MarkedParser(QWEN.openings, QWEN.closings, is_open)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.feed("", is_last=True)
+    reasoning, answer = ("".join(part.text for part in parts if part.is_reasoning == kind) for kind in (True, False))
+    return reasoning, answer
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_text_is_split_at_its_marks(text, is_open, expected):
 def split(text, is_open):
     """Return the reasoning and the answer of a whole text, by its definition."""
     if not is_open:
-        if not text.lstrip().startswith(QWEN.opening):
+        if not text.lstrip().startswith(QWEN.openings[0]):
             return "", text
-        text = text.lstrip().removeprefix(QWEN.opening)
-    reasoning, _, answer = text.partition(QWEN.closing)
+        text = text.lstrip().removeprefix(QWEN.openings[0])
+    reasoning, _, answer = text.partition(QWEN.closings[0])
     return reasoning.strip(), answer.lstrip()
 
 
@@ -74,9 +75,9 @@ def test_result_is_that_of_the_whole_text_for_any_pieces():
 
 
 def test_marks_are_named_or_detected_from_a_template():
-    assert marks_of("none", ["<think></think>"]) is None and marks_of("deepseek_r1", []) == QWEN
-    assert marks_of("auto", ["{{ '<think>\\n\\n</think>' }}"]) == QWEN
-    assert marks_of("auto", ["{{ messages }}"]) is None
+    assert reasoning_form("none", ["<think></think>"]) is None and reasoning_form("deepseek_r1", []) == QWEN
+    assert reasoning_form("auto", ["{{ '<think>\\n\\n</think>' }}"]) == QWEN
+    assert reasoning_form("auto", ["{{ messages }}"]) is None
 
 
 @pytest.fixture
@@ -108,15 +109,15 @@ async def test_text_without_reasoning_and_other_servers_keep_the_whole_text(clie
     assert (await scripted_client.chat(say(THOUGHT)))["choices"][0]["message"]["content"] == THOUGHT
 
 
-async def test_reasoning_that_the_prompt_begins_is_found_unless_a_grammar_forbids_it():
+async def test_reasoning_that_the_prompt_begins_is_found_with_and_without_a_grammar():
     engine, tokenizer = scripted.load()
     options = {"chat_template": tokenizer.chat_template + "{{ '<think>\n' }}", "reasoning_parser": "deepseek_r1"}
     async with Client(engine, tokenizer, model_name="demo", **options) as client:
         message = (await client.chat(say("Which?</think>Rome")))["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ("Which?", "Rome")
         form = {"type": "json_object"}
-        message = (await client.chat(say('{"a": 1}'), response_format=form))["choices"][0]["message"]
-        assert (message["reasoning"], message["content"]) == (None, '{"a": 1}')
+        message = (await client.chat(say('Which?</think>{"a": 1}'), response_format=form))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Which?", '{"a": 1}')
         await client.idle()
 
 

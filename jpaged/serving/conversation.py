@@ -1,5 +1,6 @@
 """Messages, tools and options of a conversation, in the form of the OpenAI API."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
@@ -40,7 +41,7 @@ class ToolCall(Open):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self) -> JsonObject:
+    def for_template(self, new_id: Callable[[str], str] = str) -> JsonObject:
         """Return the call with its arguments as an object, as templates print them.
 
         Arguments that are not JSON stay as they are: a model may have been cut off while it wrote them.
@@ -48,7 +49,11 @@ class ToolCall(Open):
         arguments: Any = self.function.arguments
         with suppress(ValueError):
             arguments = loads(arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {
+            "id": new_id(self.id),
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class ChatMessage(Open):
@@ -70,11 +75,12 @@ class ChatMessage(Open):
         """The content as one text."""
         return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
 
-    def for_template(self, knows_developers: bool = True) -> JsonObject:
+    def for_template(self, knows_developers: bool = True, new_id: Callable[[str], str] = str) -> JsonObject:
         """Return the message in the form of chat templates.
 
         Args:
             knows_developers: whether the template has a role "developer"; otherwise it becomes the system's.
+            new_id: return the id of a call as the template accepts it.
 
         Raises:
             ApiError: the role does not allow a field.
@@ -91,7 +97,9 @@ class ChatMessage(Open):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template(new_id) for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = new_id(self.tool_call_id)
         return message
 
 

@@ -4,7 +4,6 @@ These functions take time in proportion to the body, so they run on worker threa
 400 or 404.
 """
 
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -80,7 +79,9 @@ def prepare_chat(
                 raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
             with_answer = params.structured_outputs is not None and not body.must_call
             params = replace(params, structured_outputs=_call_grammar(service, body, params, form, offered))
-            parallel, new_id = body.parallel_tool_calls is not False, lambda: f"call_{uuid.uuid4().hex}"
+            parallel = body.parallel_tool_calls is not False
+            past = sum(len(message.tool_calls or ()) for message in body.messages)
+            new_id = lambda name, index: form.form.ids.new(name, past + index)
             new_parser = partial(form.parser, offered, new_id, parallel, with_answer)
             shown.update(form.tokens.values())
         if service.reasoning is not None:
@@ -195,7 +196,9 @@ def render(service: Service, body: Conversation) -> list[int]:
         raise invalid("chat_template", "this server takes none from requests (--trust-request-chat-template)")
     try:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
-        messages = [message.for_template("developer" in template.source) for message in body.messages]
+        in_template = service.tool_format.form.ids.in_template if service.tool_format else str
+        developers = "developer" in template.source
+        messages = [message.for_template(developers, in_template) for message in body.messages]
         options = body.template_options() | {"content_format": config.chat_template_content_format}
         options["variables"] = {**config.default_chat_template_kwargs, **options["variables"]}
         service.check_length(body.text_length, "messages")

@@ -141,7 +141,7 @@ def test_only_first_call_is_kept_without_parallel_calls(kind, text):
 
 def test_only_ambiguous_text_is_held_back():
     def steps(kind, pieces):
-        parser = kind.parser(FUNCTIONS, lambda: "id")
+        parser = kind.parser(FUNCTIONS, lambda name, index: "id")
         return [(p.content, [(d.name, d.arguments) for d in p.calls]) for p in map(parser.feed, pieces)]
 
     text = [

@@ -36,7 +36,7 @@ def outcome(new_parser, pieces, parallel=True, functions=FUNCTIONS):
         functions: the tools.
     """
     ids = (f"call-{i}" for i in itertools.count())
-    parser = getattr(new_parser, "parser", new_parser)(functions, lambda: next(ids), parallel)
+    parser = getattr(new_parser, "parser", new_parser)(functions, lambda name, index: next(ids), parallel)
     content, calls = "", []
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.serving.conversation import Function
+from jpaged.serving.tool_parsers.ids import RANDOM, Ids
 from jpaged.serving.tool_parsers.pieces import Reading
 from jpaged.serving.tool_parsers.reader import CallReader
 
@@ -52,6 +53,7 @@ class Form:
         marks: further marks that models write.
         begins: returns a regular expression of the beginning of calls without `start`, from the names of the tools.
         is_json: calls without `start` are JSON objects, like an answer in JSON.
+        ids: form of the ids of calls.
         variant: a token, and the form of the models that have this token in their tokenizer.
     """
 
@@ -67,6 +69,7 @@ class Form:
     marks: tuple[str, ...] = ()
     begins: Callable[[Iterable[str]], str] | None = None
     is_json: bool = False
+    ids: Ids = RANDOM
     variant: "tuple[str, Form] | None" = None
 
     @property

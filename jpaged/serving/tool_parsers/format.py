@@ -42,7 +42,7 @@ class ToolFormat:
         return not self.form.is_json
 
     def parser(
-        self, functions: Collection[Function], new_id: Callable[[], str], parallel: bool = True,
+        self, functions: Collection[Function], new_id: Callable[[str, int], str], parallel: bool = True,
         with_answer: bool = False,
     ) -> ToolParser:  # fmt: skip
         """Return a parser for one choice: of any text, or of one that `grammar_with_answer` allows."""

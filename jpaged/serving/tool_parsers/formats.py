@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from jpaged.serving.tool_parsers.form import Form
 from jpaged.serving.tool_parsers.gemma_call import GemmaCall
+from jpaged.serving.tool_parsers.ids import NAMED, SHORT
 from jpaged.serving.tool_parsers.json_call import ARGUMENTS, JsonList, JsonObject, NamedJson
 from jpaged.serving.tool_parsers.python_call import PythonList
 from jpaged.serving.tool_parsers.tagged_call import Tags
@@ -42,10 +43,8 @@ LLAMA_JSON = Form(
     JsonObject(ARGUMENTS[1]), separator="; ", prefix="<|python_tag|>", begins=lambda names: r'\{"name":', is_json=True
 )
 MISTRAL_CALL = NamedJson(between="[ARGS]", pattern=r"(\[CALL_ID\]\w+)?(\[ARGS\])?\s*")
-MISTRAL = Form(
-    JsonList(MISTRAL_CALL), start="[TOOL_CALLS]", marks=("[CALL_ID]",),
-    variant=("[ARGS]", Form(JsonList(MISTRAL_CALL, writes_named=True), start="[TOOL_CALLS]", marks=("[CALL_ID]",))),
-)  # fmt: skip
+MISTRAL_NAMED = Form(JsonList(MISTRAL_CALL, writes_named=True), start="[TOOL_CALLS]", marks=("[CALL_ID]",), ids=SHORT)
+HARMONY_HEADER = r"\s*(<\|channel\|>commentary)?\s*(<\|constrain\|>)?\s*(json)?\s*<\|message\|>\s*"
 
 FORMS: Mapping[str, Form] = {
     "deepseek_v3": Form(
@@ -71,7 +70,7 @@ FORMS: Mapping[str, Form] = {
             pattern=r"(:\d+)?\s*<\|tool_call_argument_begin\|>\s*",
         ),
         start="<|tool_calls_section_begin|>", opening="<|tool_call_begin|>", closing="<|tool_call_end|>",
-        end="<|tool_calls_section_end|>", repeats=True,
+        end="<|tool_calls_section_end|>", repeats=True, ids=NAMED,
     ),
     "llama3_json": LLAMA_JSON,
     "llama4_json": LLAMA_JSON,
@@ -82,9 +81,11 @@ FORMS: Mapping[str, Form] = {
         INVOKE_TAGS, start="<minimax:tool_call>\n", opening='<invoke name="', separator="\n",
         end="\n</minimax:tool_call>", repeats=True,
     ),
-    "mistral": MISTRAL,
+    "mistral": Form(
+        JsonList(MISTRAL_CALL), start="[TOOL_CALLS]", ids=SHORT, variant=("[ARGS]", MISTRAL_NAMED),
+    ),
     "openai": Form(
-        NamedJson(between=" <|constrain|>json<|message|>", pattern=r"\s*(<\|channel\|>commentary)?\s*(<\|constrain\|>)?\s*(json)?\s*<\|message\|>\s*"),
+        NamedJson(between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),
         start="<|channel|>commentary to=functions.", closing="<|call|>", marks=("<|start|>", "<|end|>"),
     ),
     "pythonic": PYTHONIC,

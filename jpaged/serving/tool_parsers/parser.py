@@ -19,13 +19,13 @@ class ToolParser(CallReader):
     Args:
         form: the form of calls.
         functions: the tools; a call of any other name is content.
-        new_id: return a new id for a call.
+        new_id: return a new id for a call from its name and its index.
         parallel: whether there may be more than one call; if not, the calls after the first are dropped.
         at_beginning: an output that does not begin with a call has none.
     """
 
     def __init__(
-        self, form: Form, functions: Collection[Function], new_id: Callable[[], str], parallel: bool = True,
+        self, form: Form, functions: Collection[Function], new_id: Callable[[str, int], str], parallel: bool = True,
         at_beginning: bool = False,
     ):  # fmt: skip
         super().__init__(functions, new_id)

@@ -5,6 +5,7 @@ Meta documents the form for Llama 4 and Llama 3.2
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 from jpaged.serving.conversation import Function
@@ -19,6 +20,7 @@ CLOSING = {"[": "]", "(": ")", "{": "}"}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0", "/": "/"}
 CODES = {"x": 2, "u": 4, "U": 8}  # escapes with the hexadecimal digits of a character
 ENDS = frozenset(",)]}:" + SPACE)
+PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}  # inside a string
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,7 @@ def _read_string(reader: CallReader) -> Reading[None]:
         elif character == "\\":
             reader.append(json.dumps((yield from _escaped(reader)), ensure_ascii=False)[1:-1])
         else:
-            reader.at += 1
-            reader.append(json.dumps(character, ensure_ascii=False)[1:-1])
+            reader.append(json.dumps(reader.skip(PLAIN[quote[0]]), ensure_ascii=False)[1:-1])
 
 
 def _is_next(reader: CallReader, character: str) -> Reading[bool]:

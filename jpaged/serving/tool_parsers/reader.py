@@ -15,7 +15,7 @@ class CallReader(Pieces):
         content: content that has not been returned.
     """
 
-    def __init__(self, functions: Collection[Function], new_id: Callable[[], str]):
+    def __init__(self, functions: Collection[Function], new_id: Callable[[str, int], str]):
         super().__init__()
         self.functions = {function.name: function for function in functions}
         self.content = ""
@@ -34,7 +34,7 @@ class CallReader(Pieces):
             raise NotACall
         self.take()
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        self._calls[index] = ToolCallDelta(index, self._new_id(), name, place=len(self.content))
+        self._calls[index] = ToolCallDelta(index, self._new_id(name, index), name, place=len(self.content))
 
     def append(self, arguments: str) -> None:
         """Append JSON text to the arguments of the last call, and drop the text up to here."""

@@ -1,6 +1,7 @@
 # ruff: noqa: RUF001 - DeepSeek's marks have full-width bars
 """All forms of tool calls: they are parsed back from templates, from any pieces, and without loss."""
 
+import itertools
 import json
 import random
 import re
@@ -28,7 +29,8 @@ PROPERTIES = {
 }
 WEATHER = {"type": "object", "properties": PROPERTIES, "$defs": {"Unit": {"enum": ["C", "F"]}}}
 FUNCTIONS = [Function(name="weather", parameters=WEATHER), Function(name="time", parameters={"type": "object"})]
-EACH = pytest.mark.parametrize("name", sorted(FORMATS))
+NAMES = tuple(sorted(FORMATS))
+EACH = pytest.mark.parametrize("name", NAMES)
 DEEP = pytest.param(50_000, marks=pytest.mark.deep)
 
 
@@ -184,7 +186,7 @@ def cuts_of(text, rng):
         yield [text[:at], text[at:]]
     for _ in range(3):
         places = [0, *sorted(rng.choices(range(len(text) + 1), k=4)), len(text)]
-        yield [text[a:b] for a, b in zip(places, places[1:])]
+        yield [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 def check_pieces(name, num_texts, share=1.0):
@@ -214,7 +216,7 @@ def lost_words(name, text):
     return [word for word in words if left.count(word) != 1]
 
 
-def check_words(num_texts, names=tuple(sorted(FORMATS))):
+def check_words(num_texts, names=NAMES):
     rng = random.Random(num_texts)
     for number in range(num_texts):
         name = names[number % len(names)]

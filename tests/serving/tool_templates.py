@@ -22,8 +22,8 @@ EACH = "{%% for call in calls %%}{{ '%s' if not loop.first }}%s{%% endfor %%}"
 
 TEMPLATES = {
     "deepseek_v3": "{{ content }}<｜tool▁calls▁begin｜>"
-    + EACH % (r"\n", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ call.name }}\n```json\n{{ call.arguments | tojson }}\n```"
-              "<｜tool▁call▁end｜>")
+    + EACH % (r"\n", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ call.name }}\n```json\n"
+              "{{ call.arguments | tojson }}\n```<｜tool▁call▁end｜>")
     + "<｜tool▁calls▁end｜>",
     "deepseek_v31": "{{ content }}<｜tool▁calls▁begin｜>"
     + EACH % ("", "<｜tool▁call▁begin｜>{{ call.name }}<｜tool▁sep｜>{{ call.arguments | tojson }}<｜tool▁call▁end｜>")
@@ -58,6 +58,7 @@ TEMPLATES = {
 </invoke>""",
     ) + "\n</minimax:tool_call>",
     "mistral": "{{ content }}[TOOL_CALLS][" + EACH % (", ", JSON % "arguments") + "]",
+    "mistral named": "{{ content }}" + EACH % ("", "[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}"),
     "openai": "{{ content }}"
     + EACH % ("", "<|channel|>commentary to=functions.{{ call.name }} <|constrain|>json<|message|>"
               "{{ call.arguments | tojson }}<|call|>"),
@@ -81,7 +82,16 @@ def gemma(value, quote):
 
 def python(call):
     """Return a call in Python."""
-    return f"{call['name']}({', '.join(f'{key}={value!r}' for key, value in call['arguments'].items())})"
+    return f"{call['name']}({', '.join(f'{key}={_literal(value)}' for key, value in call['arguments'].items())})"
+
+
+def _literal(value):
+    """Return a value in Python, with double quotation marks as in the examples of the documents."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    return "[" + ", ".join(map(_literal, value)) + "]" if isinstance(value, list) else repr(value)
 
 
 def _environment():

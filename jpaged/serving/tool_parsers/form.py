@@ -31,8 +31,11 @@ class Body(Protocol):
                 not taken is content.
         """
 
-    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
         """Return rules in Lark, of which `name` is a call of a function; names of others begin with `name`.
+
+        Args:
+            before: text in front of the call.
 
         Raises:
             ValueError: the arguments can't be written in this form.

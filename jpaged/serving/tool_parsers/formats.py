@@ -66,7 +66,7 @@ FORMS: Mapping[str, Form] = {
     "hermes": Form(JsonObject(), start=f"{OPENING}\n", closing=f"\n{CLOSING}", separator="\n"),
     "kimi_k2": Form(
         NamedJson(
-            before="functions.", between=":0<|tool_call_argument_begin|>",
+            before="functions.", has_index=True, between="<|tool_call_argument_begin|>",
             pattern=r"(:\d+)?\s*<\|tool_call_argument_begin\|>\s*",
         ),
         start="<|tool_calls_section_begin|>", opening="<|tool_call_begin|>", closing="<|tool_call_end|>",

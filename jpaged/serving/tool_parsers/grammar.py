@@ -10,7 +10,7 @@ from typing import Any
 
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Form, Spell
-from jpaged.serving.tool_parsers.raw_text import text_but
+from jpaged.serving.tool_parsers.raw_text import escaped, text_but
 from jpaged.structured.sound import WHITE_SPACE, sound_schema
 
 
@@ -51,20 +51,22 @@ class CallGrammar:
         self._form, self._parallel = form, parallel
         self._names = [function.name for function in functions]
         self.spell = spell = speller(tokens)
-        opening, closing = (spell(form.opening), spell(form.closing)) if not form.body.is_list else ("", "")
-        names = [f"call_{index}" for index in range(len(functions))]
-        self.rules = [f"call: {opening} ({' | '.join(names)}) {closing}"]
-        for function, name in zip(functions, names):
-            self.rules += form.body.rules(function, name, spell)
+        opening = f"{form.opening}[" if form.body.is_list else form.opening
+        self.rules: list[str] = []
+        for kind, before in (("first", opening), ("call", "")):
+            names = [f"{kind}_{index}" for index in range(len(functions))]
+            self.rules.append(f"{kind}: {' | '.join(names)}")
+            for function, name in zip(functions, names):
+                self.rules += form.body.rules(function, name, spell, before)
 
     def only_calls(self) -> str:
         """Return a grammar of one call or, with parallel calls, of one or more."""
-        return self._grammar(f"start: {self._series(self._form.start)}")
+        return self._grammar(f"start: {self._calls()}")
 
     def with_answer(self, answer: Any) -> str:
         """Return a grammar of either calls or a JSON text that fits the schema `answer`."""
         schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-        return self._grammar(f"start: {self._series(self._form.start)} | answer\nanswer: %json {schema}")
+        return self._grammar(f"start: {self._calls()} | answer\nanswer: %json {schema}")
 
     def lazy(self, but: Sequence[str]) -> str:
         """Return a grammar of any text; but once a call begins, it must be a valid one.
@@ -75,8 +77,9 @@ class CallGrammar:
         form, text = self._form, text_but(but)
         if not (mark := form.start.strip()):
             assert form.begins is not None, form
-            text += f" & ~/{form.begins(self._names)}(?s:.*)/"
-            return self._grammar(f"start: TEXT | {self._prefix()} {self._series('')}\nTEXT: {text}")
+            prefixes = [escaped(form.prefix)] if form.prefix and form.closing else []
+            text += "".join(f" & ~/{begin}(?s:.*)/" for begin in (form.begins(self._names), *prefixes))
+            return self._grammar(f"start: TEXT | {self._calls()}\nTEXT: {text}")
         rest = self._run(form.start[form.start.index(mark) + len(mark) :])
         begin = self.spell(mark)
         if begin.startswith("<[") and " " not in begin:
@@ -86,26 +89,28 @@ class CallGrammar:
         start = f"(before {rest})* TEXT" if self._parallel else f"TEXT | before {rest}"
         return self._grammar(f"start: {start}\n{before}\nTEXT: {text}")
 
-    def _prefix(self) -> str:
-        prefix = self.spell(self._form.prefix)
-        return f"({prefix})?" if prefix else ""
+    def _calls(self) -> str:
+        """Return the expression of one run or, if each call is a run of its own, of several.
 
-    def _series(self, start: str) -> str:
-        """Return the expression of one run or, if each call is a run of its own, of several."""
-        run, form = self._run(start), self._form
-        if not self._parallel or form.repeats or form.body.is_list:
+        Calls without a mark in front may stand without a mark behind, too.
+        """
+        form = self._form
+        if form.prefix and form.closing:
+            return f"{self._run(form.prefix)} | {self._run('', closes=False)}"
+        run, several = self._run(form.start), form.repeats or form.body.is_list
+        if not self._parallel or several:
             return run
-        separator = self.spell(form.separator)
-        return f"{run} ({separator} {run})*"
+        return f"{run} ({self._run(form.separator + form.start)})*"
 
-    def _run(self, start: str) -> str:
-        form, calls = self._form, "call"
+    def _run(self, start: str, *, closes: bool = True) -> str:
+        """Return the expression of a run. Texts between two calls are one, because a lexer does not go back."""
+        form, spell = self._form, self.spell
+        between, end = form.closing + form.separator + form.opening, form.closing * closes
         if form.body.is_list:
-            more = f" ({self.spell(', ')} call)*" if self._parallel else ""
-            calls = f'{self.spell(form.opening)} "[" call{more} "]" {self.spell(form.closing)}'
-        elif form.repeats and self._parallel:
-            calls = f"call ({self.spell(form.separator)} call)*"
-        return f"{self.spell(start)} {calls} {self.spell(form.end)}".strip()
+            between, end = ", ", f"]{end}"
+        repeats = self._parallel and (form.repeats or form.body.is_list)
+        more = f" ({spell(between)} call)*" if repeats else ""
+        return f"{spell(start)} first{more} {spell(end + form.end)}".strip()
 
     def _grammar(self, head: str) -> str:
         return "\n".join([head, *self.rules]) + "\n"

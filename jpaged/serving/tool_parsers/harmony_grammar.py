@@ -29,19 +29,18 @@ class HarmonyGrammar(CallGrammar):
 
     def __init__(self, form: Form, tokens: Mapping[str, int], functions: Sequence[Function], parallel: bool):
         super().__init__(form, tokens, functions, False)
-        names = [f"call_{index}" for index in range(len(functions))]
-        self.rules[0] = f"call: {self.spell(form.start)} ({' | '.join(names)})"
+        self._call = f"{self.spell(form.start)} first"
         self._earlier = earlier_messages(tokens, ["analysis", "commentary"])
 
     def only_calls(self) -> str:
         """Return a grammar of a call."""
-        return self._grammar("start: call")
+        return self._grammar(f"start: {self._call}")
 
     def with_answer(self, answer: Any) -> str:
         """Return a grammar of a call, or of a final message in JSON that fits the schema `answer`."""
         schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-        return self._grammar(f"start: call | {self.spell(FINAL)} answer\nanswer: %json {schema}")
+        return self._grammar(f"start: {self._call} | {self.spell(FINAL)} answer\nanswer: %json {schema}")
 
     def lazy(self, but: Sequence[str]) -> str:
         """Return a grammar of messages, of which the last may be a call."""
-        return self._grammar(f"start: earlier (call | {self.spell(FINAL)} BODY)\n{self._earlier}")
+        return self._grammar(f"start: earlier ({self._call} | {self.spell(FINAL)} BODY)\n{self._earlier}")

@@ -72,9 +72,9 @@ class JsonObject:
             reader.begin(name)
             reader.append(arguments)
 
-    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
         """Return the rule of an object in the exact spacing of chat templates."""
-        head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self.arguments}": '
+        head = f'{before}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self.arguments}": '
         return [f"{name}: {spell(head)} {json_rule(arguments_of(function))} {spell('}')}"]
 
 
@@ -89,6 +89,7 @@ class NamedJson:
         before: text in front of the name that belongs to it; it may be missing.
         between: text between name and arguments, as chat templates write it.
         pattern: regular expression of all texts that may stand there.
+        has_index: chat templates write a colon and the index of the call behind the name.
         after: text after the arguments, as chat templates write it; it may be missing.
     """
 
@@ -96,6 +97,7 @@ class NamedJson:
     pattern: str
     before: str = ""
     after: str = ""
+    has_index: bool = False
     is_list = False
 
     @property
@@ -122,10 +124,11 @@ class NamedJson:
         if self.after:
             yield from reader.tag(self.after.strip())
 
-    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
         """Return the rule of a call."""
-        head = f"{self.before}{function.name}{self.between}"
-        return [f"{name}: {spell(head)} {json_rule(arguments_of(function))} {spell(self.after)}"]
+        index = '":" /[0-9]{1,4}/' if self.has_index else ""
+        head = f"{spell(before + self.before + function.name)} {index} {spell(self.between)}"
+        return [f"{name}: {head} {json_rule(arguments_of(function))} {spell(self.after)}"]
 
 
 @dataclass(frozen=True)
@@ -170,10 +173,10 @@ class JsonList:
                 return
             yield from reader.expect(",")
 
-    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
         """Return the rule of an item, or of a call in its place."""
         body = self.named if self.writes_named and self.named else OBJECT
-        return body.rules(function, name, spell)
+        return body.rules(function, name, spell, before)
 
 
 def read_object(reader: CallReader) -> Reading[None]:

@@ -46,7 +46,7 @@ class PythonList:
                 return
             yield from reader.expect(",")
 
-    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
         """Return the rules of a call: its arguments in the order of the schema."""
         schemas, required = properties_of(function)
         rules, parts = [], []
@@ -55,7 +55,7 @@ class PythonList:
             is_flag = types_of(schema) == {"boolean"} and not {"const", "enum"} & schema.keys()
             rules.append(f"{value}: {spell(f'{key}=')} {'("True" | "False")' if is_flag else json_rule(schema)}")
             parts.append((value, key in required))
-        head = f"{name}: {spell(f'{function.name}(')}"
+        head = f"{name}: {spell(f'{before}{function.name}(')}"
         return [f"{head} {in_order(parts, spell(', '))} {spell(')')}", *rules]
 
     def _call(self, reader: CallReader) -> Reading[None]:

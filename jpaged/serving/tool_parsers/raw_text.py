@@ -1,5 +1,6 @@
 """Expressions of texts in Lark: any text, and texts without quotation marks, which end at a mark."""
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,14 @@ def text_rules(schema: Any, name: str, mark: str, spell: Spell) -> list[str]:
     """
     resolved = resolve(schema)
     schema = resolved if isinstance(resolved, dict) else {}
-    ending = spell(mark)
+    upper, ending, inner = name.upper(), spell(mark), mark.strip()
     if (texts := texts_of(schema)) is not None:
         return [f"{name}: ({' | '.join(spell(text) for text in texts)}) {ending}"]
-    if ending.startswith("<["):  # a special token, which no text has
-        return [f"{name}: {name.upper()} {ending}", f"{name.upper()}: {_pattern(schema)}"]
-    inner = f"~/(?s:.*){escaped(mark.strip())}(?s:.*)/"  # the parser would end the text there
-    return [f"{name}[lazy]: {name.upper()} {ending}", f"{name.upper()}: {_pattern(schema)} & {inner}"]
+    if spell(inner).startswith("<["):  # a special token, which no text has
+        before = json.dumps(mark[: mark.index(inner)]) if mark != inner else ""
+        return [f"{name}: {upper} {spell(inner)}", f"{upper}: ({_pattern(schema)}) {before}"]
+    kept = f"~/(?s:.*){escaped(inner)}(?s:.*)/"  # the parser would end the text there
+    return [f"{name}[lazy]: {upper} {ending}", f"{upper}: {_pattern(schema)} & {kept}"]
 
 
 def text_but(openings: Sequence[str]) -> str:

@@ -1,0 +1,201 @@
+"""Grammars of all forms of tool calls, with marks as text and as special tokens."""
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from jpaged.demo import DIRECTORY
+from jpaged.serving.conversation import Function
+from jpaged.serving.tool_parsers.format import FORMATS
+from jpaged.structured.grammar import Compiler, GrammarVocabulary
+from jpaged.tokenizer import CALL_TAGS, backend, load_tokenizer
+from tests.serving.tool_templates import WITHOUT_CONTENT, rendered
+from tests.serving.tool_texts import outcome
+
+CITY = {"enum": ["Rome", "東京", "St. John's"]}
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "note": {"type": "string", "maxLength": 4},
+            "city": {"$ref": "#/$defs/City"},
+            "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 14}, "maxItems": 3},
+            "dry": {"type": "boolean"},
+            "code": {"type": "string", "pattern": "^[A-F]{2,3}$"},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": CITY},
+    },
+    "time": {"properties": {"zone": {"type": ["string", "null"], "maxLength": 3}}, "additionalProperties": False},
+    "now": {"properties": {}, "additionalProperties": False},
+}
+FUNCTIONS = [Function(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
+FULL = ("weather", {"note": "ab c", "city": "東京", "days": [1, 14], "dry": True, "code": "BAD"})
+ROME, NOW = ("weather", {"city": "Rome"}), ("now", {})
+WRONG = [
+    ("tim", {}),
+    ("weather", {}),
+    ("weather", {"city": "Oslo"}),
+    ("weather", {"city": "Rome", "days": [15]}),
+    ("weather", {"city": "Rome", "days": "one"}),
+    ("weather", {"city": "Rome", "code": "X"}),
+    ("weather", {"note": "too long", "city": "Rome"}),
+    ("weather", {"city": "Rome", "sky": "blue"}),
+    ("now", {"city": "Rome"}),
+]
+MARK = re.compile(r"<[^<> =]+>|\[[A-Z_]+\]")
+ONE_CALL = {"openai"}  # a call ends the output
+CASES = [(name, kind) for name in sorted(FORMATS) for kind in ("text", "special")]
+EACH = pytest.mark.parametrize("name, kind", CASES)
+
+
+class Model:
+    """Tokenizer, and the formats for it."""
+
+    def __init__(self, kind):
+        self.tokenizer = backend(load_tokenizer(DIRECTORY))
+        self.eos = self.tokenizer.token_to_id("<|end|>")
+        texts = [text for each in FORMATS.values() for text in each.form.texts]
+        marks = sorted({mark for text in texts for mark in MARK.findall(text)} - {*CALL_TAGS})
+        if kind == "special":
+            self.tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
+        size = self.tokenizer.get_vocab_size()
+        self.compiler = Compiler(self.tokenizer, size, [self.eos])
+        self.bytes = GrammarVocabulary(self.tokenizer, size, [self.eos]).tokens
+        self.formats = {name: each.for_tokenizer(self.tokenizer) for name, each in FORMATS.items()}
+
+    def takes(self, grammar, text):
+        """Return whether a grammar allows the tokens of a text, and whether the text may end there."""
+        matcher, ids = self.compiler.matcher(grammar), self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
+
+    def accepts(self, grammar, text):
+        return self.takes(grammar, text) == (True, True)
+
+    def wander(self, grammar, rng, limit=300):
+        """Return a random text of a grammar, or None if it did not end."""
+        matcher, ids = self.compiler.matcher(grammar), []
+        for _ in range(limit):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            token = rng.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+            if token == self.eos:
+                return b"".join(map(self.bytes.__getitem__, ids)).decode()
+            ids.append(token)
+            assert matcher.consume_token(token), matcher.get_error()
+        return None
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: Model(kind) for kind in ("text", "special")}
+
+
+def written(name, kind, calls, content=""):
+    """Return calls as their template writes them, up to the token that ends the output."""
+    template = "mistral named" if (name, kind) == ("mistral", "special") else name
+    return rendered(template, calls, content).removesuffix("<|call|>")
+
+
+@EACH
+@pytest.mark.parametrize("parallel", [True, False])
+def test_grammar_allows_only_valid_calls(models, name, kind, parallel):
+    model, form = models[kind], models[kind].formats[name]
+    grammar = form.grammar(FUNCTIONS, parallel)
+    for call in (FULL, ROME, NOW, ("time", {"zone": "CET"})):
+        assert model.accepts(grammar, written(name, kind, [call])), call
+    for call in WRONG:
+        assert not model.accepts(grammar, written(name, kind, [call])), call
+    several = parallel and name not in ONE_CALL
+    assert model.accepts(grammar, written(name, kind, [ROME, FULL, NOW])) == several
+    for text in ("", "No", written(name, kind, [ROME])[:-1], "So " + written(name, kind, [ROME])):
+        assert not model.accepts(grammar, text)
+    assert not model.takes(grammar, written(name, kind, [ROME]) + " and")[0]
+
+
+@EACH
+def test_lazy_grammar_allows_text_and_only_valid_calls(models, name, kind):
+    model, form = models[kind], models[kind].formats[name]
+    grammar = form.lazy_grammar(FUNCTIONS, True)
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    for text in ("No, 1 < 2.\n{", "[1]", "東京"):
+        assert model.accepts(grammar, final + text)
+    for call in (FULL, NOW):
+        assert model.accepts(grammar, written(name, kind, [call]))
+    for call in WRONG:
+        is_text = name == "pythonic" and call[0] not in SCHEMAS  # a list in brackets, without any mark
+        assert model.accepts(grammar, written(name, kind, [call])) == is_text
+    if name not in WITHOUT_CONTENT | ONE_CALL:
+        assert model.accepts(grammar, written(name, kind, [ROME], "Well.\n") + " Done.")
+        assert not model.accepts(grammar, written(name, kind, [WRONG[0]], "Well.\n") + " Done.")
+    if name not in ONE_CALL:
+        assert model.accepts(grammar, written(name, kind, [ROME, NOW]))
+        assert not model.accepts(form.lazy_grammar(FUNCTIONS, False), written(name, kind, [ROME, NOW]))
+
+
+@EACH
+def test_grammar_with_answer_allows_either(models, name, kind):
+    model, form = models[kind], models[kind].formats[name]
+    if not form.tells_json_from_calls:
+        assert name in ("llama3_json", "llama4_json")
+        return
+    grammar = form.grammar_with_answer(FUNCTIONS, True, SCHEMAS["weather"])
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    assert model.accepts(grammar, written(name, kind, [ROME]))
+    assert model.accepts(grammar, final + '{"city": "Rome"}') and not model.accepts(grammar, final + '{"city": "Oslo"}')
+    assert not model.accepts(grammar, written(name, kind, [WRONG[0]]))
+    assert not model.accepts(grammar, final + "No")
+
+
+@EACH
+def test_random_sentences_are_calls_with_valid_arguments(models, name, kind):
+    model, form, rng, seen = models[kind], models[kind].formats[name], random.Random(3), []
+    for _ in range(12):
+        text = model.wander(form.grammar(FUNCTIONS, True), rng)
+        if text is None:
+            continue
+        content, calls = outcome(form, [text], True, FUNCTIONS)
+        assert content == "" and calls, text
+        for _, called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[called])
+        seen += [called for _, called, _ in calls]
+    assert {*seen} == {*SCHEMAS}
+
+
+def test_mark_that_is_a_special_token_is_no_text(models):
+    model = models["special"]
+    grammar = model.formats["mistral"].grammar(FUNCTIONS, True)
+    assert model.accepts(grammar, "[TOOL_CALLS]now[ARGS]{}")
+    matcher = model.compiler.matcher(grammar)
+    spelled = model.compiler.tokenizer.tokenize_str("[TOOL_CALLS]")
+    assert len(spelled) > 1 and matcher.try_consume_tokens(spelled) == 0
+
+
+def test_mistral_has_the_form_of_its_tokenizer(models):
+    for kind, other in (("text", "special"), ("special", "text")):
+        grammar = models[kind].formats["mistral"].grammar(FUNCTIONS, True)
+        assert models[kind].accepts(grammar, written("mistral", kind, [NOW]))
+        assert not models[kind].accepts(grammar, written("mistral", other, [NOW]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"anyOf": [{"properties": {}}]},
+        {"properties": {"a": {"type": "string", "pattern": 5}}},
+        {"type": "string"},
+    ],
+)
+def test_schema_that_a_form_cannot_write_is_rejected(models, name, parameters):
+    form = models["text"].formats[name]
+    if name == "pythonic" and "pattern" in str(parameters):
+        return  # its texts are JSON
+    with pytest.raises(ValueError, match=r"^tools: "):
+        form.grammar([Function(name="f", parameters=parameters)], True)

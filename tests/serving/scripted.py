@@ -170,20 +170,29 @@ def demo_tokenizer(marks: Sequence[str] = ()) -> SimpleNamespace:
 
 
 def load(
-    step_seconds: float = 0.0, *, enable_prefix_caching: bool = True, marks: Sequence[str] = (), **limits: int
+    step_seconds: float = 0.0,
+    *,
+    enable_prefix_caching: bool = True,
+    marks: Sequence[str] = (),
+    end: str | None = None,
+    **limits: int,
 ) -> tuple[Engine, Any]:
-    """Return an engine with scripted answers, and its tokenizer, with some marks as further special tokens.
+    """Return an engine with scripted answers, and its tokenizer.
 
-    `limits` replace those of LIMITS.
+    Args:
+        marks: further special tokens.
+        end: the one of them that ends an answer; None: the model's.
+        limits: replace those of LIMITS.
     """
     limits = LIMITS | limits
     model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), demo_tokenizer(marks)
+    eos = model.eos_token_ids if end is None else (backend(tokenizer).token_to_id(end),)
     scheduler = Scheduler(
         BlockPool(limits["num_gpu_blocks_override"], BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching),
         Limits(limits["max_model_len"], limits["max_num_seqs"], limits["max_num_batched_tokens"], BLOCK_SIZE),
-        vocab_size=model.vocab_size + len(marks), eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size + len(marks), eos_token_ids=eos,
     )  # fmt: skip
-    runner = ScriptedRunner(backend(tokenizer), model.eos_token_ids[0], step_seconds)
+    runner = ScriptedRunner(backend(tokenizer), eos[0], step_seconds)
     return Engine(scheduler, runner, backend(tokenizer)), tokenizer
 
 

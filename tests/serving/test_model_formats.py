@@ -45,7 +45,9 @@ class Server(Client):
         marks = {mark for text in (*form.texts, *reasoning.openings) for mark in MARK.findall(text)}
         marks |= {"[/THINK]"} if reasoning_parser == "mistral" else set()
         marks |= {"[ARGS]"} if tool_parser == "mistral" else set()
-        engine, tokenizer = scripted.load(0.001, marks=sorted(marks))
+        # The demo model's own end is a mark of harmony.
+        end = {"marks": sorted(marks | {"<|return|>"}), "end": "<|return|>"}
+        engine, tokenizer = scripted.load(0.001, **end)
         if template := options.pop("template", None):
             tokenizer.chat_template += template
         options |= {"tool_format": FORMATS[tool_parser], "reasoning_parser": reasoning_parser}
@@ -123,15 +125,16 @@ async def test_constraints_begin_behind_the_reasoning(tool_parser, reasoning_par
             message = await client.message(head + call, **fields)
             assert (message["reasoning"], calls_of(message)) == (thought, CALLS[:1])
         strict = [function(strict=True)]
-        message = await client.message(f"{reasoning}I look.{between}{call}", tools=strict, parallel_tool_calls=False)
+        preamble = reasoning.replace(FINAL, "<|channel|>commentary<|message|>")
+        message = await client.message(f"{preamble}I look.{between}{call}", tools=strict, parallel_tool_calls=False)
         assert (message["reasoning"], message["content"], calls_of(message)) == (thought, "I look.", CALLS[:1])
         wrong = call.replace("2", "7")
         assert wrong != call
         fields = {"tools": strict, "parallel_tool_calls": False}
-        message = await client.message(f"{reasoning}I look.{between}{wrong}", **fields)
+        message = await client.message(f"{preamble}I look.{between}{wrong}", **fields)
         (found,) = message["tool_calls"]
         assert '"days": 7' not in found["function"]["arguments"]
-        loose = await client.message(f"{reasoning}I look.{between}{wrong}", tools=[function()])
+        loose = await client.message(f"{preamble}I look.{between}{wrong}", tools=[function()])
         assert calls_of(loose) == [("weather", ARGUMENTS | {"days": 7})]
 
 

@@ -60,7 +60,8 @@ def _budgeted(budget: int, closing: str, token: int | None) -> str:
     """Return the expression in Lark of some tokens up to the closing mark."""
     if token is None:
         raise ValueError(f"thinking_token_budget: the tokenizer has no token for {closing!r}, which ends the reasoning")
-    return f"<[^{token}]>{{0,{budget}}} <[{token}]>"
+    thought = f"<[^{token}]>{{0,{budget}}} " if budget else ""
+    return f"{thought}<[{token}]>"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's marks have full-width bars
 """Parsing of tool calls: content and calls are the same for any division of the text into pieces."""
 
 import itertools
@@ -239,6 +240,19 @@ def test_random_calls_are_parsed_to_their_names_and_arguments(kind, words, wante
         ('{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' + (call.arguments | tojson) }}', "hermes"),
         ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", "qwen3_coder"),
         ("{{ '<tool_call>' + call.name }}<arg_key>{{ key }}</arg_key>", "glm45"),
+        ("{{ '<tool_call>' + call.name }}<arg_key>{{ key }}</arg_key><arg_value>", "glm47"),
+        ("{{ '[TOOL_CALLS]' + call.name }}", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v31"),
+        ("<|channel|>commentary to=functions.{{ name }}", "openai"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<seed:tool_call>\n<function=", "seed_oss"),
+        ("<start_function_call>call:", "functiongemma"),
+        ("<|tool_call>call:", "gemma4"),
+        ("<|tool_call|>[{", "granite"),
+        ("write [func_name1(params_name1=1)] <|python_start|>", "llama4_pythonic"),
+        ("write [func_name1(params_name1=1)]", "pythonic"),
         ("{{ '<|python_tag|>' + call.name }}", "llama3_json"),
         ("{{ '{\"name\": \"' + call.name + '\", ' }}\n{{ '\"parameters\": ' }}", "llama3_json"),
         ('{{ "{\\"name\\": \\"" + call.name + "\\", \\"parameters\\": " }}', "llama3_json"),

@@ -40,6 +40,11 @@ TEMPLATES = {
 {% endfor -%}
 </tool_call>""",
     ),
+    "glm47": "{{ content }}" + EACH % (
+        "",
+        "<tool_call>{{ call.name }}{% for key, value in call.arguments.items() %}<arg_key>{{ key }}</arg_key>"
+        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>{% endfor %}</tool_call>",
+    ),
     "granite": "{{ content }}<|tool_call|>[" + EACH % (", ", JSON % "arguments") + "]",
     "hermes": "{{ content }}" + EACH % (r"\n", f"<tool_call>\n{JSON % 'arguments'}\n</tool_call>"),
     "kimi_k2": "{{ content }}<|tool_calls_section_begin|>"

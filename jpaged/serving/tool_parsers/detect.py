@@ -17,6 +17,7 @@ SIGNS: Mapping[str, str | None] = {
     r"<\|tool_call>": "gemma4",
     r"<\|tool_call\|>": "granite",
     r"<tool_call>(?s:.*)<function=|<function=(?s:.*)<tool_call>": "qwen3_coder",
+    r"</arg_key><arg_value>": "glm47",
     r"<tool_call>(?s:.*)<arg_key>|<arg_key>(?s:.*)<tool_call>": "glm45",
     r"<tool_call>": "hermes",
     r"<\|python_start\|>(?s:.*)func_name1\(|func_name1\((?s:.*)<\|python_start\|>": "llama4_pythonic",

@@ -24,6 +24,10 @@ FUNCTION_TAGS = Tags(
     name_end=">\n", key_open="<parameter=", key_close=">", value_open="\n", value_close="\n</parameter>",
     value_end="\n", end="</function>",
 )  # fmt: skip
+TIGHT_ARGUMENT_TAGS = Tags(
+    name_end="", key_open="<arg_key>", key_close="</arg_key>", value_open="<arg_value>",
+    value_close="</arg_value>", value_end="", end=CLOSING,
+)  # fmt: skip
 ARGUMENT_TAGS = Tags(
     name_end="\n", key_open="<arg_key>", key_close="</arg_key>\n", value_open="<arg_value>",
     value_close="</arg_value>", value_end="\n", end=CLOSING,
@@ -62,6 +66,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "gemma4": Form(GemmaCall('<|"|>'), start="<|tool_call>", opening="call:", closing="<tool_call|>"),
     "glm45": Form(ARGUMENT_TAGS, start=OPENING, separator="\n"),
+    "glm47": Form(TIGHT_ARGUMENT_TAGS, start=OPENING),
     "granite": Form(JsonList(), start="<|tool_call|>", also=(OPENING,)),
     "hermes": Form(JsonObject(), start=f"{OPENING}\n", closing=f"\n{CLOSING}", separator="\n"),
     "kimi_k2": Form(

@@ -167,7 +167,8 @@ class Conversation(Strict):
             raise invalid("continue_final_message", "contradicts add_generation_prompt: true")
         levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
-        off = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
-        variables = off | (self.chat_template_kwargs or {}) | levels
+        effort = self.reasoning_effort
+        switches = dict.fromkeys(THINKING, effort != "none") if effort else {}
+        variables = switches | (self.chat_template_kwargs or {}) | levels
         prompting = {"add_generation_prompt": self._prompting, "continue_final_message": going_on}
         return {"tools": tools, "variables": variables, **prompting}

@@ -113,7 +113,7 @@ def _behind_reasoning(
     offered = body.offered_functions
     if wanted is None:
         marks = service.tool_format.tokens.values() if offered and service.tool_format else ()
-        wanted = StructuredOutputsParams(grammar=any_text(marks))
+        wanted = StructuredOutputsParams(grammar=any_text(marks, form.openings))
     try:
         prelude = form.prelude(end, budget, with_calls=bool(offered))
     except ValueError as error:

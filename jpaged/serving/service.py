@@ -24,7 +24,7 @@ from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.notices import Notices
-from jpaged.serving.reasoning_parsers.forms import reasoning_form
+from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
 from jpaged.serving.template_process import TemplateProcess
 from jpaged.serving.tool_parsers.format import ToolFormat
 from jpaged.serving.turns import ClientTurns
@@ -157,6 +157,8 @@ class Service:
         self.vocabulary = Vocabulary(backend(self.tokenizer) if self.tokenizer else None)
         sources = [self.config.chat_template] if self.config.chat_template else sources_of(self.tokenizer).values()
         self.reasoning = reasoning_form(self.config.reasoning_parser, sources)
+        if self.tool_format is not None and self.reasoning is None:
+            self.reasoning = FORMS.get(self.tool_format.form.reasoning)
         if self.tokenizer is not None:
             self.tool_format = self.tool_format and self.tool_format.for_tokenizer(backend(self.tokenizer))
             self.reasoning = self.reasoning and self.reasoning.for_tokenizer(backend(self.tokenizer))

@@ -40,17 +40,18 @@ def function(**fields):
 class Server(Client):
     """A scripted server of a model with a format, whose marks are special tokens."""
 
-    def __init__(self, tool_parser, reasoning_parser, **options):
-        form, reasoning = FORMATS[tool_parser].form, FORMS[reasoning_parser]
+    def __init__(self, tool_parser, form_of_reasoning, **options):
+        form, reasoning = FORMATS[tool_parser].form, FORMS[form_of_reasoning]
         marks = {mark for text in (*form.texts, *reasoning.openings) for mark in MARK.findall(text)}
-        marks |= {"[/THINK]"} if reasoning_parser == "mistral" else set()
+        marks |= {"[/THINK]"} if form_of_reasoning == "mistral" else set()
         marks |= {"[ARGS]"} if tool_parser == "mistral" else set()
+        marks |= {*options.pop("marks", ())}
         # The demo model's own end is a mark of harmony.
         end = {"marks": sorted(marks | {"<|return|>"}), "end": "<|return|>"}
         engine, tokenizer = scripted.load(0.001, **end)
         if template := options.pop("template", None):
             tokenizer.chat_template += template
-        options |= {"tool_format": FORMATS[tool_parser], "reasoning_parser": reasoning_parser}
+        options = {"tool_format": FORMATS[tool_parser], "reasoning_parser": form_of_reasoning} | options
         super().__init__(engine, tokenizer, model_name="demo", **options)
 
     async def __aexit__(self, *exception):
@@ -148,6 +149,12 @@ async def test_marks_are_text_only_for_the_parser_that_reads_them():
         assert shown == text
 
 
+async def test_calls_of_harmony_bring_their_reasoning_parser():
+    async with Server("openai", "openai_gptoss", reasoning_parser="none") as client:
+        message = await client.message(f"<|channel|>analysis<|message|>Which?{BETWEEN}{FINAL}Rome")
+        assert (message["reasoning"], message["content"]) == ("Which?", "Rome")
+
+
 async def test_reasoning_is_left_out_on_request():
     async with Server("qwen3_coder", "qwen3") as client:
         text = "<think>Which?</think>Rome"
@@ -168,12 +175,13 @@ async def test_reasoning_is_left_out_on_request():
 @pytest.mark.parametrize(
     "tool_parser, reasoning_parser, opening, closing",
     [
+        ("qwen3_coder", "qwen3", "<think>", "</think>"),
         ("mistral", "mistral", "[THINK]", "[/THINK]"),
         ("openai", "openai_gptoss", "<|channel|>analysis<|message|>", BETWEEN + FINAL),
     ],
 )
 async def test_budget_ends_the_reasoning(tool_parser, reasoning_parser, opening, closing):
-    async with Server(tool_parser, reasoning_parser) as client:
+    async with Server(tool_parser, reasoning_parser, marks=["</think>"]) as client:
         text = f"{opening}One two three four five six seven eight nine ten.{closing}Rome"
         tokens = client.service.tokenizer.backend_tokenizer.encode
         whole = await client.message(text, thinking_token_budget=100)
@@ -199,11 +207,11 @@ async def test_budget_needs_reasoning_that_ends_with_one_token(scripted_client):
     assert "set --reasoning-parser" in error["error"]["message"]
 
 
-async def test_effort_none_switches_reasoning_off_in_the_template():
-    template = "{{ 'on' if enable_thinking is not defined or enable_thinking else 'off' }}"
+async def test_effort_switches_reasoning_on_and_off_in_the_template():
+    template = "{{ 'default' if enable_thinking is not defined else 'on' if enable_thinking else 'off' }}"
     async with Server("qwen3_coder", "qwen3", template=template) as client:
         for fields, end in (
-            ({}, "on"), ({"reasoning_effort": "low"}, "on"), ({"reasoning_effort": "none"}, "off"),
+            ({}, "default"), ({"reasoning_effort": "low"}, "on"), ({"reasoning_effort": "none"}, "off"),
             ({"chat_template_kwargs": {"enable_thinking": False}}, "off"),
             ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "on"),
         ):  # fmt: skip

@@ -95,7 +95,7 @@ class Marked:
         """Return the rules of the reasoning, which may be missing unless the prompt has begun it."""
         spell = speller(self.tokens)
         closings = " | ".join(map(spell, self.closings))
-        lazy = "" if self.tokens else "[lazy]"
+        lazy = "" if all(closing in self.tokens for closing in self.closings) else "[lazy]"
         thought = f"thought{lazy}: THOUGHT ({closings})"
         if budget is not None:
             thought = f"thought: {_budgeted(budget, self.closings[0], self.closing_token)}"

@@ -57,6 +57,7 @@ class Form:
         begins: returns a regular expression of the beginning of calls without `start`, from the names of the tools.
         is_json: calls without `start` are JSON objects, like an answer in JSON.
         ids: form of the ids of calls.
+        reasoning: name of the form of reasoning without which the content can't be read; "": there is none.
         variant: a token, and the form of the models that have this token in their tokenizer.
     """
 
@@ -73,6 +74,7 @@ class Form:
     begins: Callable[[Iterable[str]], str] | None = None
     is_json: bool = False
     ids: Ids = RANDOM
+    reasoning: str = ""
     variant: "tuple[str, Form] | None" = None
 
     @property

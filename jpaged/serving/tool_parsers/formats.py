@@ -92,6 +92,7 @@ FORMS: Mapping[str, Form] = {
     "openai": Form(
         NamedJson(between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),
         start="<|channel|>commentary to=functions.", closing="<|call|>", marks=("<|start|>", "<|end|>"),
+        reasoning="openai_gptoss",
     ),
     "pythonic": PYTHONIC,
     "qwen3_coder": Form(

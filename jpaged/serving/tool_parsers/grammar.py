@@ -29,10 +29,14 @@ def speller(tokens: Mapping[str, int]) -> Spell:
     return spell
 
 
-def any_text(tokens: Iterable[int]) -> str:
-    """Return a grammar of any text with some special tokens."""
+def any_text(tokens: Iterable[int], but: Sequence[str]) -> str:
+    """Return a grammar of any text with some special tokens.
+
+    Args:
+        but: beginnings that the text does not have.
+    """
     marks = "".join(f" | <[{token}]>" for token in tokens)
-    return f"start: (TEXT{marks})*\nTEXT: /(?s:.+)/\n"
+    return f"start: (TEXT{marks})*\nTEXT: /(?s:.+)/ & {text_but(but)}\n"
 
 
 class CallGrammar:

@@ -4,7 +4,7 @@ These functions take time in proportion to the body, so they run on worker threa
 400 or 404.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
+from jpaged.serving.reasoning_parsers.forms import ReasoningForm
 from jpaged.serving.service import Service
 from jpaged.serving.tool_parsers.format import ToolFormat
 from jpaged.serving.tool_parsers.grammar import any_text
@@ -71,7 +72,6 @@ def prepare_chat(
         new_parser = new_reasoning_parser = None
         shown: set[int] = set()
         prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
-        end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
                 raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
@@ -84,41 +84,39 @@ def prepare_chat(
             new_id = lambda name, index: form.form.ids.new(name, past + index)
             new_parser = partial(form.parser, offered, new_id, parallel, with_answer)
             shown.update(form.tokens.values())
-        if service.reasoning is not None:
-            new_reasoning_parser = service.reasoning.new_parser(end)
-            shown.update(service.reasoning.tokens.values())
-        params = replace(params, structured_outputs=_behind_reasoning(service, body, params, end))
+        if (reasoning := service.reasoning) is not None:
+            end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
+            new_reasoning_parser = reasoning.new_parser(end)
+            params = _behind_reasoning(reasoning, end, body, params, shown)
+            shown.update(reasoning.tokens.values())
+        elif body.thinking_token_budget is not None:
+            raise invalid("thinking_token_budget", "no form of reasoning is known; set --reasoning-parser")
         name = service.adapter_of(body.model) or service.model_name
         answer = new_answer(name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
         return Exchange(body, params, _bad_words(service, params), answer, frozenset(shown))
 
 
 def _behind_reasoning(
-    service: Service, body: protocol.ChatRequest, params: Params, end: str
-) -> StructuredOutputsParams | None:
-    """Return the constraint of an answer, which begins where the reasoning ends, if the model writes any.
+    form: ReasoningForm, end: str, body: protocol.ChatRequest, params: Params, marks: Collection[int]
+) -> Params:
+    """Return parameters whose constraint begins where the reasoning ends, if the model writes any.
 
     A budget for the reasoning is a constraint, too; then the answer is any text.
 
     Args:
         end: end of the prompt.
+        marks: special tokens of the answer that a parser reads.
     """
-    wanted, budget, form = params.structured_outputs, body.thinking_token_budget, service.reasoning
-    if form is None:
-        if budget is not None:
-            raise invalid("thinking_token_budget", "no form of reasoning is known; set --reasoning-parser")
-        return wanted
+    wanted, budget = params.structured_outputs, body.thinking_token_budget
     if wanted is None and budget is None:
-        return None
-    offered = body.offered_functions
+        return params
     if wanted is None:
-        marks = service.tool_format.tokens.values() if offered and service.tool_format else ()
         wanted = StructuredOutputsParams(grammar=any_text(marks, form.openings))
     try:
-        prelude = form.prelude(end, budget, with_calls=bool(offered))
+        prelude = form.prelude(end, budget, with_calls=bool(body.offered_functions))
     except ValueError as error:
         raise invalid("thinking_token_budget", str(error)) from error
-    return replace(wanted, prelude=prelude)
+    return replace(params, structured_outputs=replace(wanted, prelude=prelude))
 
 
 def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:

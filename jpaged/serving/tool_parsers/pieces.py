@@ -161,4 +161,7 @@ class Pieces:
 
 def overlap(text: str, mark: str) -> int:
     """Return the number of characters at the end of a text with which a mark begins, but not the whole mark."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0 and not mark.startswith(text[start:]):
+        start = text.find(mark[0], start + 1)
+    return len(text) - start if start >= 0 else 0

@@ -235,3 +235,20 @@ def test_schema_that_a_form_cannot_write_is_rejected(models, name, parameters):
         return  # its texts are JSON
     with pytest.raises(ValueError, match=r"^tools: "):
         form.grammar([Function(name="f", parameters=parameters)], True)
+
+
+@pytest.mark.parametrize("kind", ["text", "special"])
+def test_every_mark_of_a_form_begins_a_valid_call(models, kind):
+    model, form = models[kind], models[kind].formats["granite"]
+    for mark in form.form.starts:
+        for arguments, fits in (('{"city": "Rome"}', True), ('{"city": "Oslo"}', False)):
+            text = f'So {mark}[{{"name": "weather", "arguments": {arguments}}}]'
+            assert model.accepts(form.lazy_grammar(FUNCTIONS, True), text) == fits
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_grammar_has_each_schema_once(models, name):
+    """A grammar may have 128 KiB, and agents bring many tools."""
+    parameters = {"type": "object", "properties": {"numbers": {"enum": list(range(1000, 3000))}}}
+    grammar = models["text"].formats[name].grammar([Function(name="f", parameters=parameters)], True)
+    assert grammar.count("1234") == 1

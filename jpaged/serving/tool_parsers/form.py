@@ -31,11 +31,11 @@ class Body(Protocol):
                 not taken is content.
         """
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
-        """Return rules in Lark, of which `name` is a call of a function; names of others begin with `name`.
+    def head(self, function: Function) -> str:
+        """Return the beginning of a call of a function, up to the first argument."""
 
-        Args:
-            before: text in front of the call.
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+        """Return rules in Lark, of which `name` is a call of a function behind its head. Names of others begin with it.
 
         Raises:
             ValueError: the arguments can't be written in this form.

@@ -43,7 +43,11 @@ class GemmaCall:
         reader.begin(name)
         yield from self._object(reader)
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
+    def head(self, function: Function) -> str:
+        """Return the name with the brace behind it."""
+        return f"{function.name}{{"
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
         """Return the rules of a call: its arguments in the order of the schema. Other values than texts are JSON."""
         schemas, required = properties_of(function)
         rules, parts = [], []
@@ -56,7 +60,7 @@ class GemmaCall:
                 rules.append(f"{value}: {spell(f'{key}:')} {json_rule(schema)}")
             parts.append((value, key in required))
         inside = in_order(parts, spell(","))
-        return [f"{name}: {spell(before + function.name + '{')} {inside} {spell('}')}", *rules]
+        return [f"{name}: {inside} {spell('}')}", *rules]
 
     def _object(self, reader: CallReader) -> Reading[None]:
         reader.at += 1

@@ -20,11 +20,16 @@ def speller(tokens: Mapping[str, int]) -> Spell:
     Args:
         tokens: ids of the special tokens in texts.
     """
-    pattern = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True)))})" if tokens else "($^)")
+    pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def spell(text: str) -> str:
-        parts = [part for part in pattern.split(text) if part]
-        return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
+        parts, at = [], 0
+        for match in pattern.finditer(text) if tokens else ():
+            parts += [text[at : match.start()], match[0]]
+            at = match.end()
+        return " ".join(
+            f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in (*parts, text[at:]) if part
+        )
 
     return spell
 
@@ -54,14 +59,16 @@ class CallGrammar:
         assert functions, "no functions, no calls"
         self._form, self._parallel = form, parallel
         self._names = [function.name for function in functions]
-        self.spell = spell = speller(tokens)
-        opening = f"{form.opening}[" if form.body.is_list else form.opening
+        self.spell = speller(tokens)
         self.rules: list[str] = []
-        for kind, before in (("first", opening), ("call", "")):
-            names = [f"{kind}_{index}" for index in range(len(functions))]
-            self.rules.append(f"{kind}: {' | '.join(names)}")
-            for function, name in zip(functions, names):
-                self.rules += form.body.rules(function, name, spell, before)
+        for index, function in enumerate(functions):
+            self.rules += form.body.rules(function, f"call_{index}", self.spell)
+        self._heads = [form.body.head(function) for function in functions]
+
+    def call(self, before: str) -> str:
+        """Return the expression of a call behind a text. Both are one text, because a lexer does not go back."""
+        calls = (f"{self.spell(before + head)} call_{index}" for index, head in enumerate(self._heads))
+        return f"({' | '.join(calls)})"
 
     def only_calls(self) -> str:
         """Return a grammar of one call or, with parallel calls, of one or more."""
@@ -85,13 +92,13 @@ class CallGrammar:
             text += "".join(f" & ~/{begin}(?s:.*)/" for begin in (form.begins(self._names), *prefixes))
             return self._grammar(f"start: TEXT | {self._calls()}\nTEXT: {text}")
         rest = self._run(form.start[form.start.index(mark) + len(mark) :])
-        begin = self.spell(mark)
-        if begin.startswith("<[") and " " not in begin:
-            before = f"before: TEXT {begin}"
-        else:
-            before = f"before[lazy]: TEXT {begin}"
-        start = f"(before {rest})* TEXT" if self._parallel else f"TEXT | before {rest}"
-        return self._grammar(f"start: {start}\n{before}\nTEXT: {text}")
+        marks = [self.spell(each) for each in form.starts]
+        tokens, texts = ([each for each in marks if each.startswith("<[") == kind] for kind in (True, False))
+        rules = [f"before_token: TEXT ({' | '.join(tokens)})"] if tokens else []
+        rules += [f"before_text[lazy]: TEXT ({' | '.join(texts)})"] if texts else []
+        before = " | ".join(rule.partition(":")[0].removesuffix("[lazy]") for rule in rules)
+        start = f"(({before}) {rest})* TEXT" if self._parallel else f"TEXT | ({before}) {rest}"
+        return self._grammar("\n".join([f"start: {start}", *rules, f"TEXT: {text}"]))
 
     def _calls(self) -> str:
         """Return the expression of one run or, if each call is a run of its own, of several.
@@ -107,14 +114,13 @@ class CallGrammar:
         return f"{run} ({self._run(form.separator + form.start)})*"
 
     def _run(self, start: str, *, closes: bool = True) -> str:
-        """Return the expression of a run. Texts between two calls are one, because a lexer does not go back."""
-        form, spell = self._form, self.spell
-        between, end = form.closing + form.separator + form.opening, form.closing * closes
+        """Return the expression of a run."""
+        form, parallel = self._form, self._parallel
+        begin, between, end = start + form.opening, form.closing + form.separator + form.opening, form.closing * closes
         if form.body.is_list:
-            between, end = ", ", f"]{end}"
-        repeats = self._parallel and (form.repeats or form.body.is_list)
-        more = f" ({spell(between)} call)*" if repeats else ""
-        return f"{spell(start)} first{more} {spell(end + form.end)}".strip()
+            begin, between, end = f"{begin}[", ", ", f"]{end}"
+        more = f" {self.call(between)}*" if parallel and (form.repeats or form.body.is_list) else ""
+        return f"{self.call(begin)}{more} {self.spell(end + form.end)}".strip()
 
     def _grammar(self, head: str) -> str:
         return "\n".join([head, *self.rules]) + "\n"

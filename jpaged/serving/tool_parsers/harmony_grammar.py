@@ -29,7 +29,7 @@ class HarmonyGrammar(CallGrammar):
 
     def __init__(self, form: Form, tokens: Mapping[str, int], functions: Sequence[Function], parallel: bool):
         super().__init__(form, tokens, functions, False)
-        self._call = f"{self.spell(form.start)} first"
+        self._call = self.call(form.start)
         self._earlier = earlier_messages(tokens, ["analysis", "commentary"])
 
     def only_calls(self) -> str:

@@ -72,10 +72,13 @@ class JsonObject:
             reader.begin(name)
             reader.append(arguments)
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
-        """Return the rule of an object in the exact spacing of chat templates."""
-        head = f'{before}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self.arguments}": '
-        return [f"{name}: {spell(head)} {json_rule(arguments_of(function))} {spell('}')}"]
+    def head(self, function: Function) -> str:
+        """Return the beginning of an object in the exact spacing of chat templates."""
+        return f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self.arguments}": '
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+        """Return the rule of the arguments and the end of the object."""
+        return [f"{name}: {json_rule(arguments_of(function))} {spell('}')}"]
 
 
 OBJECT = JsonObject()
@@ -124,11 +127,14 @@ class NamedJson:
         if self.after:
             yield from reader.tag(self.after.strip())
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
-        """Return the rule of a call."""
+    def head(self, function: Function) -> str:
+        """Return the name with the text in front of it."""
+        return f"{self.before}{function.name}"
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+        """Return the rule of the text behind the name."""
         index = '":" /[0-9]{1,4}/' if self.has_index else ""
-        head = f"{spell(before + self.before + function.name)} {index} {spell(self.between)}"
-        return [f"{name}: {head} {json_rule(arguments_of(function))} {spell(self.after)}"]
+        return [f"{name}: {index} {spell(self.between)} {json_rule(arguments_of(function))} {spell(self.after)}"]
 
 
 @dataclass(frozen=True)
@@ -173,10 +179,17 @@ class JsonList:
                 return
             yield from reader.expect(",")
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
-        """Return the rule of an item, or of a call in its place."""
-        body = self.named if self.writes_named and self.named else OBJECT
-        return body.rules(function, name, spell, before)
+    def head(self, function: Function) -> str:
+        """Return the beginning of an item, or of a call in its place."""
+        return self._written.head(function)
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+        """Return the rules of an item, or of a call in its place."""
+        return self._written.rules(function, name, spell)
+
+    @property
+    def _written(self) -> JsonObject | NamedJson:
+        return self.named if self.writes_named and self.named else OBJECT
 
 
 def read_object(reader: CallReader) -> Reading[None]:

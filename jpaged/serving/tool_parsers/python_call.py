@@ -46,7 +46,11 @@ class PythonList:
                 return
             yield from reader.expect(",")
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
+    def head(self, function: Function) -> str:
+        """Return the name with the parenthesis behind it."""
+        return f"{function.name}("
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
         """Return the rules of a call: its arguments in the order of the schema."""
         schemas, required = properties_of(function)
         rules, parts = [], []
@@ -55,8 +59,7 @@ class PythonList:
             is_flag = types_of(schema) == {"boolean"} and not {"const", "enum"} & schema.keys()
             rules.append(f"{value}: {spell(f'{key}=')} {'("True" | "False")' if is_flag else json_rule(schema)}")
             parts.append((value, key in required))
-        head = f"{name}: {spell(f'{before}{function.name}(')}"
-        return [f"{head} {in_order(parts, spell(', '))} {spell(')')}", *rules]
+        return [f"{name}: {in_order(parts, spell(', '))} {spell(')')}", *rules]
 
     def _call(self, reader: CallReader) -> Reading[None]:
         name, separator = (yield from reader.word(NAME)), "{"

@@ -66,7 +66,11 @@ class Tags:
             mark = yield from self._next(reader, marks)
         reader.append("}")
 
-    def rules(self, function: Function, name: str, spell: Spell, before: str = "") -> list[str]:
+    def head(self, function: Function) -> str:
+        """Return the name with the text behind it."""
+        return function.name + self.name_end
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
         """Return the rules of a call: its arguments in the order of the schema."""
         schemas, required = properties_of(function)
         rules, parts = [], ""
@@ -79,7 +83,7 @@ class Tags:
             head = spell(f"{self.key_open}{key}{self.key_close}{self.value_open}")
             part = f"{head} {value} {spell(self.value_end)}".strip()
             parts += f" {part}" if key in required else f" ({part})?"
-        return [f"{name}: {spell(before + function.name + self.name_end)}{parts} {spell(self.end)}", *rules]
+        return [f"{name}: {parts} {spell(self.end)}", *rules]
 
     def _next(self, reader: CallReader, marks: tuple[str, ...]) -> Reading[str]:
         """Read the mark after an argument. Other text ends the call."""

@@ -251,7 +251,7 @@ def test_random_calls_are_parsed_to_their_names_and_arguments(kind, words, wante
         ("<start_function_call>call:", "functiongemma"),
         ("<|tool_call>call:", "gemma4"),
         ("<|tool_call|>[{", "granite"),
-        ("write [func_name1(params_name1=1)] <|python_start|>", "llama4_pythonic"),
+        ("<|header_start|> write [func_name1(params_name1=1)]", "llama4_pythonic"),
         ("write [func_name1(params_name1=1)]", "pythonic"),
         ("{{ '<|python_tag|>' + call.name }}", "llama3_json"),
         ("{{ '{\"name\": \"' + call.name + '\", ' }}\n{{ '\"parameters\": ' }}", "llama3_json"),

@@ -16,6 +16,7 @@ FUNCTION = """<function={{ call.name }}>
 </parameter>
 {% endfor -%}
 </function>"""
+TIGHT_FUNCTION = FUNCTION.replace(">\n{{ value", ">{{ value").replace("}}\n</parameter>", "}}</parameter>")
 GEMMA = "call:{{ call.name }}{{ call.arguments | gemma(quote) }}"
 PYTHON = "[{% for call in calls %}{{ ', ' if not loop.first }}{{ call | python }}{% endfor %}]"
 EACH = "{%% for call in calls %%}{{ '%s' if not loop.first }}%s{%% endfor %%}"
@@ -69,7 +70,7 @@ TEMPLATES = {
               "{{ call.arguments | tojson }}<|call|>"),
     "pythonic": PYTHON,
     "qwen3_coder": "{{ content }}" + EACH % (r"\n", f"<tool_call>\n{FUNCTION}\n</tool_call>"),
-    "seed_oss": "{{ content }}" + EACH % (r"\n", f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>"),
+    "seed_oss": "{{ content }}" + EACH % (r"\n", f"<seed:tool_call>\n{TIGHT_FUNCTION}\n</seed:tool_call>"),
 }  # fmt: skip
 WITHOUT_CONTENT = {name for name, template in TEMPLATES.items() if "content" not in template}
 
@@ -79,7 +80,7 @@ def gemma(value, quote):
     if isinstance(value, str):
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma(each, quote)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{gemma(each, quote)}" for key, each in sorted(value.items())) + "}"
     if isinstance(value, list):
         return "[" + ",".join(gemma(each, quote) for each in value) + "]"
     return json.dumps(value)

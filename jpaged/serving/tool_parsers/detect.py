@@ -20,7 +20,7 @@ SIGNS: Mapping[str, str | None] = {
     r"</arg_key><arg_value>": "glm47",
     r"<tool_call>(?s:.*)<arg_key>|<arg_key>(?s:.*)<tool_call>": "glm45",
     r"<tool_call>": "hermes",
-    r"<\|python_start\|>(?s:.*)func_name1\(|func_name1\((?s:.*)<\|python_start\|>": "llama4_pythonic",
+    r"\[func_name1\((?s:.*)<\|header_start\|>|<\|header_start\|>(?s:.*)\[func_name1\(": "llama4_pythonic",
     r"\[func_name1\(": "pythonic",
     # A call has "parameters" right after "name". A tool's definition has "description" between them.
     r"python_tag|" + r'"name\\?":[^,]*,[^,"]*"parameters': "llama3_json",

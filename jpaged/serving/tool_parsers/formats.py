@@ -24,6 +24,10 @@ FUNCTION_TAGS = Tags(
     name_end=">\n", key_open="<parameter=", key_close=">", value_open="\n", value_close="\n</parameter>",
     value_end="\n", end="</function>",
 )  # fmt: skip
+TIGHT_FUNCTION_TAGS = Tags(
+    name_end=">\n", key_open="<parameter=", key_close=">", value_open="", value_close="</parameter>",
+    value_end="\n", end="</function>",
+)  # fmt: skip
 TIGHT_ARGUMENT_TAGS = Tags(
     name_end="", key_open="<arg_key>", key_close="</arg_key>", value_open="<arg_value>",
     value_close="</arg_value>", value_end="", end=CLOSING,
@@ -99,6 +103,7 @@ FORMS: Mapping[str, Form] = {
         FUNCTION_TAGS, start=f"{OPENING}\n", opening="<function=", closing=f"\n{CLOSING}", separator="\n",
     ),
     "seed_oss": Form(
-        FUNCTION_TAGS, start="<seed:tool_call>\n", opening="<function=", closing="\n</seed:tool_call>", separator="\n",
+        TIGHT_FUNCTION_TAGS, start="<seed:tool_call>\n", opening="<function=", closing="\n</seed:tool_call>",
+        separator="\n",
     ),
 }  # fmt: skip

@@ -48,10 +48,13 @@ class GemmaCall:
         return f"{function.name}{{"
 
     def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
-        """Return the rules of a call: its arguments in the order of the schema. Other values than texts are JSON."""
+        """Return the rules of a call: its arguments in the alphabetical order of the models' templates.
+
+        Other values than texts are JSON.
+        """
         schemas, required = properties_of(function)
         rules, parts = [], []
-        for index, (key, schema) in enumerate(schemas.items()):
+        for index, (key, schema) in enumerate(sorted(schemas.items())):
             value = f"{name}_{index}"
             if "string" in types_of(schema) or not types_of(schema):
                 rules.append(f"{value}: {spell(f'{key}:{self.quote}')} {value}_text")

@@ -143,6 +143,7 @@ START = "<|start|>assistant"
          "A\nB", CALL + "{}"),
         (f"<|channel|>commentary<|message|>I look.<|end|>{START}{CALL}{{}}", "", f"I look.{CALL}{{}}"),
         (" to=functions.time<|channel|>commentary json<|message|>{}", "", CALL + "{}"),
+        ("<|channel|>analysis to=functions.time <|constrain|>json<|message|>{}", "", CALL + "{}"),
         ("<|channel|>analysis<|message|>A<|channel|>final<|message|>B", "A", "B"),  # without an end
         ("Hello <|end|>", "", "Hello "),
         ("<|channel|>other<|message|>A", "", "<|channel|>other<|message|>A"),

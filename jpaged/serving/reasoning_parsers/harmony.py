@@ -29,7 +29,7 @@ CUT_OFF = tuple(
 class HarmonyParser:
     """Streaming parser of messages. Those in "analysis" are reasoning; the texts of the others are the answer.
 
-    A message to a recipient, which is a call, stays in the answer with its header. Two messages of a kind have a
+    A message to a recipient in any channel is a call: it stays in the answer with its header. Two messages of a kind have a
     newline between them. Text outside of messages is answer.
     """
 
@@ -68,7 +68,7 @@ class HarmonyParser:
             return bool(self._text)
         self._text = text[place + len(MESSAGE) :]
         recipient = match["to"] or match["recipient"]
-        if match["channel"] == "analysis" or recipient is None:
+        if recipient is None:
             self._begin(is_reasoning=match["channel"] == "analysis")
         else:
             self._begin(is_reasoning=False)

@@ -207,6 +207,20 @@ async def test_budget_needs_reasoning_that_ends_with_one_token(scripted_client):
     assert "set --reasoning-parser" in error["error"]["message"]
 
 
+async def test_template_may_demand_arguments_as_text():
+    template = "{% for call in messages[1].tool_calls %}{{ 'CALLED ' + call.function.arguments }}{% endfor %}"
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+    messages = [
+        {"role": "user", "content": "Is it warm?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": say("Yes.")},
+    ]  # fmt: skip
+    async with Server("qwen3_coder", "qwen3", template=template) as client:
+        body = {"messages": messages, "max_tokens": 20, "return_token_ids": True}
+        answer = await client.post("/v1/chat/completions", body)
+        prompt = client.service.tokenizer.backend_tokenizer.decode(answer["prompt_token_ids"])
+        assert prompt.endswith('CALLED {"city":"Rome"}')
+
+
 async def test_effort_switches_reasoning_on_and_off_in_the_template():
     template = "{{ 'default' if enable_thinking is not defined else 'on' if enable_thinking else 'off' }}"
     async with Server("qwen3_coder", "qwen3", template=template) as client:

@@ -29,8 +29,8 @@ CUT_OFF = tuple(
 class HarmonyParser:
     """Streaming parser of messages. Those in "analysis" are reasoning; the texts of the others are the answer.
 
-    A message to a recipient in any channel is a call: it stays in the answer with its header. Two messages of a kind have a
-    newline between them. Text outside of messages is answer.
+    A message to a recipient, in any channel, is a call: it stays in the answer with its header. Two messages of a kind
+    have a newline between them. Text outside of messages is answer.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,8 @@ def split(form, text, is_open):
 HARMONY = [
     "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|start|>assistant", "<|call|>", "analysis", "final",
     "commentary", " to=functions.time ", "<|constrain|>json", "<|channel|>analysis<|message|>", "<|channel|>final",
-    "{}", "<|channel|>final<|message|>", "<|channel|>commentary to=functions.time <|constrain|>json<|message|>", "<|", " ",
+    "<|channel|>final<|message|>", "<|channel|>commentary to=functions.time <|constrain|>json<|message|>", "<|", " ",
+    "{}",
 ]  # fmt: skip
 
 

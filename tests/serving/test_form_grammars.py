@@ -7,7 +7,7 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from jpaged.core.certificate import _params_as_json, _params_from_json
 from jpaged.core.params import SamplingParams, StructuredOutputsParams
@@ -17,7 +17,7 @@ from jpaged.serving.reasoning_parsers.forms import FORMS as REASONING
 from jpaged.serving.tool_parsers.format import FORMATS
 from jpaged.serving.tool_parsers.harmony_grammar import BETWEEN, FINAL
 from jpaged.structured.grammar import Compiler, GrammarVocabulary, native_grammar
-from jpaged.tokenizer import CALL_TAGS, backend, load_tokenizer
+from jpaged.tokenizer import CALL_TAGS
 from tests.serving.tool_templates import WITHOUT_CONTENT, rendered
 from tests.serving.tool_texts import outcome
 
@@ -64,7 +64,7 @@ class Model:
     """Tokenizer, and the formats for it."""
 
     def __init__(self, kind):
-        self.tokenizer = backend(load_tokenizer(DIRECTORY))
+        self.tokenizer = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
         texts = [text for each in FORMATS.values() for text in each.form.texts]
         marks = sorted({mark for text in texts for mark in MARK.findall(text)} - {*CALL_TAGS})
         special = [END, *marks] if kind == "special" else [END]
@@ -73,11 +73,18 @@ class Model:
         size = self.tokenizer.get_vocab_size()
         self.compiler = Compiler(self.tokenizer, size, [self.eos])
         self.bytes = GrammarVocabulary(self.tokenizer, size, [self.eos]).tokens
+        self.compiled = {}
         self.formats = {name: each.for_tokenizer(self.tokenizer) for name, each in FORMATS.items()}
+
+    def matcher(self, grammar):
+        """Return the initial state of a grammar, which is compiled once."""
+        if grammar not in self.compiled:
+            self.compiled[grammar] = self.compiler.matcher(grammar)
+        return self.compiled[grammar].deep_copy()
 
     def takes(self, grammar, text):
         """Return whether a grammar allows the tokens of a text, and whether the text may end there."""
-        matcher, ids = self.compiler.matcher(grammar), self.tokenizer.encode(text, add_special_tokens=False).ids
+        matcher, ids = self.matcher(grammar), self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
 
     def accepts(self, grammar, text):
@@ -85,7 +92,7 @@ class Model:
 
     def wander(self, grammar, rng, limit=300):
         """Return a random text of a grammar, or None if it did not end."""
-        matcher, ids = self.compiler.matcher(grammar), []
+        matcher, ids = self.matcher(grammar), []
         for _ in range(limit):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             token = rng.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())

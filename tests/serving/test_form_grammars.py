@@ -251,6 +251,9 @@ def test_every_mark_of_a_form_begins_a_valid_call(models, kind):
         for arguments, fits in (('{"city": "Rome"}', True), ('{"city": "Oslo"}', False)):
             text = f'So {mark}[{{"name": "weather", "arguments": {arguments}}}]'
             assert model.accepts(form.lazy_grammar(FUNCTIONS, True), text) == fits
+    bare = written("qwen3_coder", kind, [ROME]).removeprefix("<tool_call>\n")
+    grammar = models[kind].formats["qwen3_coder"].lazy_grammar(FUNCTIONS, True)
+    assert model.accepts(grammar, f"So {bare}") and not model.accepts(grammar, "So " + bare.replace("Rome", "Oslo"))
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

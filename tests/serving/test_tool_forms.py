@@ -103,6 +103,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("qwen3_coder", f"<tool_call>{XML}</fun", "", [("weather", '{"city": "Rome"')]),
         ("qwen3_coder", f"<tool_call>{XML[:-12]}", "", [("weather", '{"city": "Rome')]),
         ("qwen3_coder", f"<tool_call>{XML[:-3]}", "", [("weather", '{"city": "Rome</paramet')]),
+        ("qwen3_coder", f"So {XML}</function></tool_call><tool_call>{XML}</function></tool_call>", "So", ROME * 2),
+        ("qwen3_coder", "<function=<function=time></function>", "<function=", NOON),
         ("qwen3_coder", "<tool_call><function=cook></function>", "<tool_call><function=cook></function>", []),
         ("qwen3_coder", "<tool_call><function=time>\n</function>\n</tool_call>\n", "", NOON),
         ("glm45", "<tool_call>time</tool_call>", "", NOON),

@@ -50,7 +50,7 @@ class Form:
 
     Attributes:
         start: mark in front of a run; "": the whole output is calls, or has none.
-        also: further marks that models write instead of `start`.
+        also: further marks that models write instead of `start`; `opening` if `start` may be missing.
         repeats: a run may have several calls; otherwise each call is a run, and `separator` is between runs.
         prefix: mark that may precede calls without `start`.
         marks: further marks that models write.

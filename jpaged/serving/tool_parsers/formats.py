@@ -100,7 +100,8 @@ FORMS: Mapping[str, Form] = {
     ),
     "pythonic": PYTHONIC,
     "qwen3_coder": Form(
-        FUNCTION_TAGS, start=f"{OPENING}\n", opening="<function=", closing=f"\n{CLOSING}", separator="\n",
+        FUNCTION_TAGS, start=f"{OPENING}\n", also=("<function=",), opening="<function=", closing=f"\n{CLOSING}",
+        separator="\n",
     ),
     "seed_oss": Form(
         TIGHT_FUNCTION_TAGS, start="<seed:tool_call>\n", opening="<function=", closing="\n</seed:tool_call>",

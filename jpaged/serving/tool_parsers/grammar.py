@@ -91,13 +91,14 @@ class CallGrammar:
             prefixes = [escaped(form.prefix)] if form.prefix and form.closing else []
             text += "".join(f" & ~/{begin}(?s:.*)/" for begin in (form.begins(self._names), *prefixes))
             return self._grammar(f"start: TEXT | {self._calls()}\nTEXT: {text}")
-        rest = self._run(form.start[form.start.index(mark) + len(mark) :])
-        marks = [self.spell(each) for each in form.starts]
-        tokens, texts = ([each for each in marks if each.startswith("<[") == kind] for kind in (True, False))
-        rules = [f"before_token: TEXT ({' | '.join(tokens)})"] if tokens else []
-        rules += [f"before_text[lazy]: TEXT ({' | '.join(texts)})"] if texts else []
-        before = " | ".join(rule.partition(":")[0].removesuffix("[lazy]") for rule in rules)
-        start = f"(({before}) {rest})* TEXT" if self._parallel else f"TEXT | ({before}) {rest}"
+        rules, ways = [], []
+        for index, each in enumerate(form.starts):
+            begin, behind = self.spell(each), form.start.partition(mark)[2] if each == mark else ""
+            lazy = "" if begin.startswith("<[") else "[lazy]"
+            rules.append(f"before_{index}{lazy}: TEXT {begin}")
+            ways.append(f"before_{index} {self._run(behind, opens=each != form.opening)}")
+        call = f"({' | '.join(ways)})"
+        start = f"{call}* TEXT" if self._parallel else f"TEXT | {call}"
         return self._grammar("\n".join([f"start: {start}", *rules, f"TEXT: {text}"]))
 
     def _calls(self) -> str:
@@ -113,10 +114,11 @@ class CallGrammar:
             return run
         return f"{run} ({self._run(form.separator + form.start)})*"
 
-    def _run(self, start: str, *, closes: bool = True) -> str:
+    def _run(self, start: str, *, opens: bool = True, closes: bool = True) -> str:
         """Return the expression of a run."""
         form, parallel = self._form, self._parallel
-        begin, between, end = start + form.opening, form.closing + form.separator + form.opening, form.closing * closes
+        begin = start + form.opening * opens
+        between, end = form.closing + form.separator + form.opening, form.closing * closes
         if form.body.is_list:
             begin, between, end = f"{begin}[", ", ", f"]{end}"
         more = f" {self.call(between)}*" if parallel and (form.repeats or form.body.is_list) else ""

@@ -69,8 +69,12 @@ class ToolParser(CallReader):
     def _read_anywhere(self) -> Reading[None]:
         """Read calls behind their marks, and content between them. It ends by End."""
         while True:
-            yield from self._up_to_start()
+            mark = yield from self._up_to_start()
+            end = self.at
+            if mark == self._form.opening:
+                self.at -= len(mark)
             if not (yield from self._run()):
+                self.at = end
                 self.content += self.take()
 
     def _begins_with_call(self) -> Reading[bool]:
@@ -101,8 +105,8 @@ class ToolParser(CallReader):
             self.take()
             raise
 
-    def _up_to_start(self) -> Reading[None]:
-        """Emit content up to the next mark and the white space in front of it; read both."""
+    def _up_to_start(self) -> Reading[str]:
+        """Emit content up to the next mark and the white space in front of it; read both, and return the mark."""
         starts = self._form.starts
         while not (found := [(place, -len(mark), mark) for mark in starts if (place := self.text.find(mark)) >= 0]):
             self.at = len(self.text)
@@ -116,6 +120,7 @@ class ToolParser(CallReader):
         spaces = start - self.at
         self.content += self.take()
         self.at = spaces + len(mark)
+        return mark
 
     def _run(self) -> Reading[bool]:
         """Read the calls of one run and their marks. If there is none, read nothing and return False."""

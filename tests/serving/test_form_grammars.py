@@ -204,6 +204,26 @@ def test_constraint_begins_behind_the_reasoning(models, name, kind):
         assert not model.accepts(native_grammar(free), thought + '"Rome"')
 
 
+@pytest.mark.parametrize(
+    "constraint, fits, fails",
+    [
+        ({"regex": r"\{[a-c]{2}\}"}, "{ab}", "{ad}"),
+        ({"choice": ["}", "a b"]}, "}", "b"),
+        ({"grammar": 'root ::= "a" [0-9]+ "}"'}, "a12}", "a}"),
+        ({"grammar": 'start: "x" WORD\n%ignore / +/\nWORD: /[a-z]+/'}, "x abc", "y"),
+        ({"grammar": 'start: foo\nfoo: "%lark" | /}/ bar\nbar: %json {"type": "integer"}'}, "}12", "}x"),
+        ({"json_object": True}, '{"a": 1}', "[]"),
+        ({"json": {"type": "object"}, "whitespace_pattern": " ?"}, '{"a": 1}', '{"a":   1}'),
+    ],
+    ids=lambda each: str(each)[:24],
+)
+def test_each_kind_of_constraint_begins_behind_the_reasoning(models, constraint, fits, fails):
+    model, form = models["text"], REASONING["qwen3"].for_tokenizer(models["text"].tokenizer)
+    for prompt, head in (("x <think>", "Hm.</think>\n"), ("x", "<think>Hm.</think>"), ("x", "")):
+        grammar = native_grammar(StructuredOutputsParams(**constraint, prelude=form.prelude(prompt, None, False)))
+        assert model.accepts(grammar, head + fits) and not model.accepts(grammar, head + fails)
+
+
 def test_certificate_keeps_the_reasoning_in_front_of_a_constraint():
     wanted = StructuredOutputsParams(regex="a+", prelude=REASONING["qwen3"].prelude("x", None, with_calls=False))
     params = SamplingParams(structured_outputs=wanted)

@@ -193,15 +193,16 @@ class TokenDecoder:
 
     Args:
         prompt_token_ids: the tokens before the decoded ones.
+        shown: special tokens that are text nevertheless.
         keeps_first_space: keep a space that the tokenizer would leave out at the start of a text.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True,
-        keeps_first_space: bool = False,
+        shown: frozenset[int] = frozenset(), keeps_first_space: bool = False,
     ):  # fmt: skip
         self._vocabulary = vocabulary
-        self._skipped = vocabulary.special if skip_special_tokens else frozenset()
+        self._skipped = vocabulary.special - shown if skip_special_tokens else frozenset()
         self._is_first = not keeps_first_space and all(map(self._is_empty, prompt_token_ids))
         self._waiting = b""
 

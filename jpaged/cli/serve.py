@@ -42,9 +42,9 @@ from jpaged.serving.listen import bind, bound_unix
 from jpaged.serving.logs import LEVELS, logging_to
 from jpaged.serving.origins import is_loopback
 from jpaged.serving.ray.config import RayConfig, parse_replicas
-from jpaged.serving.reasoning import MARKS
+from jpaged.serving.reasoning_parsers.forms import FORMS
 from jpaged.serving.service import API_KEY_VARIABLE, ServerConfig, Service
-from jpaged.serving.tools import FORMATS, tool_format
+from jpaged.serving.tool_parsers.format import FORMATS, tool_format
 from jpaged.start.find import find_local
 
 PEERS = ENGINE
@@ -136,7 +136,7 @@ def _add_chat_flags(group: argparse._ArgumentGroup) -> None:
         help="encode the text of a special token in a message as that token, not as plain text")  # fmt: skip
     add("--ignore-unknown-fields", action="store_true",
         help="ignore unknown fields of requests instead of rejecting them")  # fmt: skip
-    add("--reasoning-parser", choices=("auto", "none", *sorted(MARKS)), default="none",
+    add("--reasoning-parser", choices=("auto", "none", *sorted(FORMS)), default="none",
         help="form of reasoning that answers have apart from their text; auto: detected from the chat template "
              "(default: none)")  # fmt: skip
     add("--tool-call-parser", choices=("auto", "none", *sorted(FORMATS)), default="auto",

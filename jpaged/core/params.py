@@ -104,6 +104,8 @@ class StructuredOutputsParams:
         json_object: any JSON object.
         disable_any_whitespace: JSON without spaces and newlines.
         whitespace_pattern: a regular expression for the white space inside JSON; by default at most 24 characters.
+        prelude: rules of a grammar in Lark's form; the rule `prelude` is the text in front of the constrained one, such
+            as reasoning. None: there is none.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -113,6 +115,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    prelude: str | None = None
 
     def __post_init__(self) -> None:
         _settle_arrays(self)

@@ -169,11 +169,13 @@ class RequestOptions(Placing, total=False):
         constraint: the constraint that a `GrammarCompiler` made of `params.structured_outputs`.
         bad_words: the token ids of `params.bad_words`, from a caller that has them.
         adapter: the name of the adapter that computes the request; None: the model alone does.
+        shown_tokens: special tokens that are part of the text, because a parser reads them.
     """
 
     constraint: "Constraint | None"
     bad_words: tuple[tuple[int, ...], ...] | None
     adapter: str | None
+    shown_tokens: frozenset[int]
 
 
 class Engine:
@@ -257,7 +259,8 @@ class Engine:
 
     def add(
         self, request_id: str, prompt_token_ids: list[int], params: Params, *, constraint: "Constraint | None" = None,
-        bad_words: tuple[tuple[int, ...], ...] | None = None, adapter: str | None = None, **placing: Unpack[Placing],
+        bad_words: tuple[tuple[int, ...], ...] | None = None, adapter: str | None = None,
+        shown_tokens: frozenset[int] = frozenset(), **placing: Unpack[Placing],
     ) -> Request:  # fmt: skip
         """Queue a request, with the options of `RequestOptions`.
 
@@ -283,20 +286,22 @@ class Engine:
         )
         request.metrics.queued_ts = self._clock()
         try:
-            self._equip(request, constraint)
+            self._equip(request, constraint, shown_tokens)
             certify.begin(request, self.runner)
         except BaseException:
             self.abort(request_id)
             raise
         return request
 
-    def _equip(self, request: Request, constraint: "Constraint | None") -> None:
+    def _equip(self, request: Request, constraint: "Constraint | None", shown: frozenset[int]) -> None:
         """Give a new request a decoder and the state of its constraint."""
         (sequence,), params = request.sequences, request.params
         sequence.constraint = copy.copy(constraint)
         if self.vocabulary is not None and params.detokenize:
-            options = {"skip_special_tokens": params.skip_special_tokens, "keeps_first_space": constraint is not None}
-            decoder = TokenDecoder(self.vocabulary, request.prompt_token_ids, **options)
+            decoder = TokenDecoder(
+                self.vocabulary, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens, shown=shown,
+                keeps_first_space=constraint is not None,
+            )  # fmt: skip
             sequence.decoder = Detokenizer(decoder, stop=params.stop, include_stop=params.include_stop_str_in_output)
         if request.beam and params.stop:
             request.find_stop = _find_stop

@@ -14,8 +14,9 @@ from jpaged.serving.codec import JsonObject
 from jpaged.serving.dialect import CHATS, Dialect
 from jpaged.serving.errors import ApiError
 from jpaged.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
-from jpaged.serving.reasoning import ReasoningParser
-from jpaged.serving.tools import ToolCallDelta, ToolParser
+from jpaged.serving.reasoning_parsers.parser import ReasoningParser
+from jpaged.serving.tool_parsers.calls import ToolCallDelta
+from jpaged.serving.tool_parsers.parser import ToolParser
 from jpaged.tokenizer import TokenDecoder, Vocabulary
 
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON does not have, as in OpenAI's API
@@ -86,6 +87,7 @@ class Answer:
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.prompts = prompts
         self._completion_tokens = self._reasoning_tokens = 0
+        self._shows_reasoning = True
         self._cached_tokens = [0] * len(prompts)
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._vocabulary = vocabulary
@@ -106,9 +108,10 @@ class Answer:
         choice = self._choices[index]
         self._completion_tokens += len(delta.samples)
         self._cached_tokens[prompt] = delta.num_cached_tokens
-        if choice.reasoning_parser is not None:
-            delta = self._without_reasoning(choice, choice.reasoning_parser, delta)
-        self._add_text(choice, delta)
+        if choice.reasoning_parser is None:
+            self._add_text(choice, delta)
+        else:
+            self._add_parts(choice, choice.reasoning_parser, delta)
         for sample in delta.samples if self._num_top is not None else ():
             text = choice.decoder.step(sample.token) if choice.decoder else ""
             start = choice.length + _bytes_before(text, self._vocabulary.text(sample.token))
@@ -191,13 +194,18 @@ class Answer:
             chunk["usage"] = None
         return chunk
 
-    def _without_reasoning(self, choice: Choice, parser: ReasoningParser, delta: OutputDelta) -> OutputDelta:
-        """Add the reasoning of a delta, and return the delta without it."""
-        reasoning, text = parser.feed(delta.text, is_last=delta.finish_reason is not None)
-        if reasoning or parser.is_reasoning:
+    def _add_parts(self, choice: Choice, parser: ReasoningParser, delta: OutputDelta) -> None:
+        """Add the reasoning of a delta and the rest of its text, in the order of the output."""
+        pieces = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        if parser.is_reasoning or any(piece.is_reasoning for piece in pieces):
             self._reasoning_tokens += len(delta.samples)
-        self._add_reasoning(choice, reasoning)
-        return delta._replace(text=text)
+        for piece in pieces:
+            if not piece.is_reasoning:
+                self._add_text(choice, delta._replace(text=piece.text, finish_reason=None))
+            elif self._shows_reasoning:
+                self._add_reasoning(choice, piece.text)
+        if delta.finish_reason:
+            self._add_text(choice, delta._replace(text=""))
 
     def _add_reasoning(self, choice: Choice, text: str) -> None:
         choice.reasoning += text
@@ -327,6 +335,7 @@ class ChatAnswer(Answer):
         super().__init__(model, vocabulary, body, [prompt])
         self._new_parser, self._new_reasoning_parser = new_parser, new_reasoning_parser
         self._names_tool = body.names_tool
+        self._shows_reasoning = body.include_reasoning is not False
         self._role = body.answer_role
         self._echo = body.messages[-1].text if body.echo and body.messages[-1].role == self._role else ""
 

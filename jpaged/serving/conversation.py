@@ -1,5 +1,6 @@
 """Messages, tools and options of a conversation, in the form of the OpenAI API."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
@@ -13,6 +14,8 @@ from jpaged.serving.fields import Items, Nothing, Open, Strict
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128
+# Variables by which templates switch reasoning on and off.
+THINKING = ("enable_thinking", "thinking")
 
 
 class TextPart(TypedDict):  # a request may have thousands, and dictionaries are made in half the time of models
@@ -38,7 +41,7 @@ class ToolCall(Open):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self) -> JsonObject:
+    def for_template(self, new_id: Callable[[str], str] = str) -> JsonObject:
         """Return the call with its arguments as an object, as templates print them.
 
         Arguments that are not JSON stay as they are: a model may have been cut off while it wrote them.
@@ -46,7 +49,11 @@ class ToolCall(Open):
         arguments: Any = self.function.arguments
         with suppress(ValueError):
             arguments = loads(arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {
+            "id": new_id(self.id),
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class ChatMessage(Open):
@@ -68,11 +75,12 @@ class ChatMessage(Open):
         """The content as one text."""
         return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
 
-    def for_template(self, knows_developers: bool = True) -> JsonObject:
+    def for_template(self, knows_developers: bool = True, new_id: Callable[[str], str] = str) -> JsonObject:
         """Return the message in the form of chat templates.
 
         Args:
             knows_developers: whether the template has a role "developer"; otherwise it becomes the system's.
+            new_id: return the id of a call as the template accepts it.
 
         Raises:
             ApiError: the role does not allow a field.
@@ -89,7 +97,9 @@ class ChatMessage(Open):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template(new_id) for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = new_id(self.tool_call_id)
         return message
 
 
@@ -157,6 +167,8 @@ class Conversation(Strict):
             raise invalid("continue_final_message", "contradicts add_generation_prompt: true")
         levels = {name: level for name in ("reasoning_effort", "verbosity") if (level := getattr(self, name))}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
-        variables = (self.chat_template_kwargs or {}) | levels
+        effort = self.reasoning_effort
+        switches = dict.fromkeys(THINKING, effort != "none") if effort else {}
+        variables = switches | (self.chat_template_kwargs or {}) | levels
         prompting = {"add_generation_prompt": self._prompting, "continue_final_message": going_on}
         return {"tools": tools, "variables": variables, **prompting}

@@ -34,7 +34,6 @@ TODAY = "its name today is structured_outputs"
 
 # Fields of features that are not served: the values that ask for nothing, and their description in an error.
 UNSERVED: dict[str, tuple[Any, str | None]] = {
-    "include_reasoning": (Literal[True], "true: no reasoning is left out"),
     "separate_reasoning": (Literal[True], "true: see --reasoning-parser"),
     "stream_reasoning": (Literal[True], "true: reasoning is streamed like all text"),
     "no_stop_trim": (Literal[False], "false; see include_stop_str_in_output"),
@@ -48,7 +47,10 @@ UNSERVED: dict[str, tuple[Any, str | None]] = {
     "service_tier": (Literal["auto", "default"], None),
     **dict.fromkeys(("logits_processors", "kv_transfer_params", "vllm_xargs"), (Nothing, None)),
 }
-UNSERVED_IN_COMPLETIONS = {"suffix": (Literal[""], "empty: nothing is inserted before it")}
+UNSERVED_IN_COMPLETIONS = {
+    "suffix": (Literal[""], "empty: nothing is inserted before it"),
+    "include_reasoning": (Literal[True], "true: the text has all reasoning"),
+}
 UNSERVED_IN_CHATS = {
     "modalities": (list[Literal["text"]], None),
     "add_special_tokens": (Literal[False], "false: the template brings them"),

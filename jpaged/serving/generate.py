@@ -60,11 +60,12 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
     Raises:
         Exception: any failure, also in the middle of a stream. `Answer.stream_end` returns the end of such a stream.
     """
-    body, params, bad_words, answer = exchange
+    body, params, bad_words, answer, shown_tokens = exchange
     frames = answer.dialect.frames
     with body.rename_error_fields():
         options = RequestOptions(bad_words=bad_words, client=tenant or answer.id, tenant=tenant)
         options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+        options["shown_tokens"] = shown_tokens
         options["adapter"] = service.adapter_of(body.model)
         if params.structured_outputs is not None:
             assert service.grammars is not None, "structured outputs were accepted without a tokenizer"

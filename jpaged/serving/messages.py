@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, assert_never
 from pydantic import Discriminator, Field, Tag
 
 from jpaged.serving.codec import JsonObject, dumps
-from jpaged.serving.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from jpaged.serving.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, THINKING
 from jpaged.serving.fields import Items, Open
 from jpaged.serving.transcript import Transcript
 from jpaged.serving.translated import Tolerant, TranslatedChat
@@ -96,7 +96,7 @@ class ToolChoice(Open):
 
 
 class ThinkingConfig(Open):
-    """Wish for reasoning. The template variable `enable_thinking` is false if it is disabled."""
+    """Wish for reasoning, which sets variables of the template. A budget is not a limit, and is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -157,8 +157,9 @@ class CountTokensRequest(Tolerant):
         if wanted is not None:
             schema = {"name": "answer", "schema": wanted.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if self.thinking is not None and self.thinking.type == "disabled":
-            fields["chat_template_kwargs"] = {"enable_thinking": False} | (self.chat_template_kwargs or {})
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            switches = dict.fromkeys(THINKING, self.thinking.type == "enabled")
+            fields["chat_template_kwargs"] = switches | (self.chat_template_kwargs or {})
         return fields
 
     def _choice(self, has_tools: bool) -> JsonObject:

@@ -8,7 +8,7 @@ from typing import Any
 from jpaged.core.request import FinishReason, OutputDelta
 from jpaged.serving.answer import ChatAnswer, Choice
 from jpaged.serving.codec import JsonObject
-from jpaged.serving.tools import Parsed, ToolCallDelta
+from jpaged.serving.tool_parsers.calls import Parsed, ToolCallDelta
 
 
 @dataclass

@@ -4,8 +4,7 @@ These functions take time in proportion to the body, so they run on worker threa
 400 or 404.
 """
 
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,14 +12,15 @@ from typing import Any, NamedTuple, cast
 from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
-from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, NewReasoningParser, Prompt
-from jpaged.serving.codec import dumps, dumps_long
+from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
+from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
-from jpaged.serving.reasoning import ReasoningParser
+from jpaged.serving.reasoning_parsers.forms import ReasoningForm
 from jpaged.serving.service import Service
-from jpaged.serving.tools import ToolFormat
+from jpaged.serving.tool_parsers.format import ToolFormat
+from jpaged.serving.tool_parsers.grammar import any_text
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 LAST_TOKENS = 16  # of a prompt; they have an opening mark and the white space after it
@@ -31,12 +31,14 @@ class Exchange(NamedTuple):
 
     Attributes:
         bad_words: token ids of `params.bad_words`.
+        shown_tokens: special tokens that are part of the text, because a parser reads them.
     """
 
     body: GenerationRequest
     params: Params
     bad_words: tuple[tuple[int, ...], ...]
     answer: Answer
+    shown_tokens: frozenset[int] = frozenset()
 
 
 def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Exchange:
@@ -67,31 +69,54 @@ def prepare_chat(
         _tokenizer(service, "messages")
         params = body.params(service.sampling_defaults)
         _check(service, body)
-        new_parser = None
-        is_bound = params.structured_outputs is not None or body.must_call
+        new_parser = new_reasoning_parser = None
+        shown: set[int] = set()
+        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
                 raise invalid("tools", "no tool-call format detected for this model; set --tool-call-parser")
             if body.constraints not in ([], ["response_format"]):
                 raise invalid(body.constraints[0], "can't be combined with tools; use response_format")
             with_answer = params.structured_outputs is not None and not body.must_call
-            params = replace(params, structured_outputs=_call_grammar(body, params, form, offered))
-            names, parallel = {each.name for each in offered}, body.parallel_tool_calls is not False
-            new_id = lambda: f"call_{uuid.uuid4().hex}"
-            new_parser = partial(form.parser, names, new_id, parallel, with_answer)
-        prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
-        new_reasoning_parser = None if is_bound else _reasoning_parser(service, prompt)
+            params = replace(params, structured_outputs=_call_grammar(service, body, params, form, offered))
+            parallel = body.parallel_tool_calls is not False
+            past = sum(len(message.tool_calls or ()) for message in body.messages)
+            new_id = lambda name, index: form.form.ids.new(name, past + index)
+            new_parser = partial(form.parser, offered, new_id, parallel, with_answer)
+            shown.update(form.tokens.values())
+        if (reasoning := service.reasoning) is not None:
+            end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
+            new_reasoning_parser = reasoning.new_parser(end)
+            params = _behind_reasoning(reasoning, end, body, params, shown)
+            shown.update(reasoning.tokens.values())
+        elif body.thinking_token_budget is not None:
+            raise invalid("thinking_token_budget", "no form of reasoning is known; set --reasoning-parser")
         name = service.adapter_of(body.model) or service.model_name
         answer = new_answer(name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
-        return Exchange(body, params, _bad_words(service, params), answer)
+        return Exchange(body, params, _bad_words(service, params), answer, frozenset(shown))
 
 
-def _reasoning_parser(service: Service, prompt: Prompt) -> NewReasoningParser:
-    """Return the maker of parsers of reasoning, which the prompt may have opened."""
-    if (marks := service.reasoning_marks) is None:
-        return None
-    end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
-    return partial(ReasoningParser, marks, end.rstrip().endswith(marks.opening))
+def _behind_reasoning(
+    form: ReasoningForm, end: str, body: protocol.ChatRequest, params: Params, marks: Collection[int]
+) -> Params:
+    """Return parameters whose constraint begins where the reasoning ends, if the model writes any.
+
+    A budget for the reasoning is a constraint, too; then the answer is any text.
+
+    Args:
+        end: end of the prompt.
+        marks: special tokens of the answer that a parser reads.
+    """
+    wanted, budget = params.structured_outputs, body.thinking_token_budget
+    if wanted is None and budget is None:
+        return params
+    if wanted is None:
+        wanted = StructuredOutputsParams(grammar=any_text(marks, form.openings))
+    try:
+        prelude = form.prelude(end, budget, with_calls=bool(body.offered_functions))
+    except ValueError as error:
+        raise invalid("thinking_token_budget", str(error)) from error
+    return replace(params, structured_outputs=replace(wanted, prelude=prelude))
 
 
 def tokenize(service: Service, body: protocol.TokenizeRequest) -> bytes:
@@ -169,14 +194,21 @@ def render(service: Service, body: Conversation) -> list[int]:
         raise invalid("chat_template", "this server takes none from requests (--trust-request-chat-template)")
     try:
         template = template_of(tokenizer, body.chat_template or config.chat_template, with_tools=bool(body.tools))
-        messages = [message.for_template("developer" in template.source) for message in body.messages]
+        in_template = service.tool_format.form.ids.in_template if service.tool_format else str
+        developers = "developer" in template.source
+        messages = [message.for_template(developers, in_template) for message in body.messages]
         options = body.template_options() | {"content_format": config.chat_template_content_format}
         options["variables"] = {**config.default_chat_template_kwargs, **options["variables"]}
         service.check_length(body.text_length, "messages")
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
-        text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        try:
+            text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        except ValueError:
+            if (texts := _with_text_arguments(messages)) == messages:
+                raise
+            text, length = service.templates.render(template, texts, service.max_prompt_characters, **options)
         service.check_length(length, "messages")
         return service.encoder.encode(text, stand_ins)
     except InvalidParameter:
@@ -185,8 +217,22 @@ def render(service: Service, body: Conversation) -> list[int]:
         raise invalid("messages", str(error)) from error
 
 
+def _with_text_arguments(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return messages whose calls have their arguments as JSON text, as DeepSeek's templates demand."""
+    changed = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            texts = [each["arguments"] for each in functions]
+            texts = [text if isinstance(text, str) else dumps(text).decode() for text in texts]
+            named = [{"name": each["name"], "arguments": text} for each, text in zip(functions, texts)]
+            message = message | {"tool_calls": [call | {"function": each} for call, each in zip(calls, named)]}
+        changed.append(message)
+    return changed
+
+
 def _call_grammar(
-    body: protocol.ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
+    service: Service, body: protocol.ChatRequest, params: Params, tool_format: ToolFormat, functions: list[Function]
 ) -> StructuredOutputsParams | None:
     """Return the grammar of an answer that must call a tool, or whose calls must fit the tools' schemas.
 
@@ -203,7 +249,8 @@ def _call_grammar(
             schema = {"type": "object"} if wanted.json is None else wanted.json
             return StructuredOutputsParams(grammar=tool_format.grammar_with_answer(functions, parallel, schema))
         if any(function.strict for function in functions):
-            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(functions, parallel))
+            but = service.reasoning.openings if service.reasoning else ()
+            return StructuredOutputsParams(grammar=tool_format.lazy_grammar(functions, parallel, but))
     except ValueError as error:
         raise ApiError(400, str(error), "tools") from error
     return None

@@ -326,6 +326,8 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
         default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
     )
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, description="a number of tokens, at least 0")
     echo: bool | None = None
 
     @property

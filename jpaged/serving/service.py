@@ -24,9 +24,9 @@ from jpaged.serving.live.recorder import Recorder
 from jpaged.serving.live.snapshot import snapshot
 from jpaged.serving.metrics import Metrics
 from jpaged.serving.notices import Notices
-from jpaged.serving.reasoning import marks_of
+from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
 from jpaged.serving.template_process import TemplateProcess
-from jpaged.serving.tools import ToolFormat
+from jpaged.serving.tool_parsers.format import ToolFormat
 from jpaged.serving.turns import ClientTurns
 from jpaged.structured.compiler import NUM_THREADS
 from jpaged.tokenizer import Vocabulary, backend
@@ -50,7 +50,7 @@ class ServerConfig:
         trust_request_chat_template: accept templates in requests too. They are programs, although sandboxed.
         allow_special_tokens_in_content: encode the text of a special token in a message as that token.
         reasoning_parser: form of the model's reasoning, which answers then have apart from their text: one of
-            `reasoning.MARKS`, "auto": detected from the chat template, or "none".
+            `reasoning_parsers.forms.FORMS`, "auto": detected from the chat template, or "none".
         ignore_unknown_fields: ignore unknown fields of requests instead of rejecting them.
         max_queue: maximum requests that wait for the engine; further ones get HTTP 503.
         max_body_size: maximum bytes of a request; None: 1 MiB, plus 16 bytes for each token of max_model_len.
@@ -121,7 +121,7 @@ class Service:
         vocabulary: texts and bytes of single tokens.
         grammars: compiler of structured outputs; None without a tokenizer.
         feed: sender of the page's map.
-        reasoning_marks: marks of the model's reasoning; None: it is part of the text.
+        reasoning: form of the model's reasoning; None: it is part of the text.
         notices: log of the ignored parts of requests.
     """
 
@@ -156,7 +156,12 @@ class Service:
         self.max_model_len, self.grammars = first.limits.max_model_len, first.grammar_compiler()
         self.vocabulary = Vocabulary(backend(self.tokenizer) if self.tokenizer else None)
         sources = [self.config.chat_template] if self.config.chat_template else sources_of(self.tokenizer).values()
-        self.reasoning_marks = marks_of(self.config.reasoning_parser, sources)
+        self.reasoning = reasoning_form(self.config.reasoning_parser, sources)
+        if self.tool_format is not None and self.reasoning is None:
+            self.reasoning = FORMS.get(self.tool_format.form.reasoning)
+        if self.tokenizer is not None:
+            self.tool_format = self.tool_format and self.tool_format.for_tokenizer(backend(self.tokenizer))
+            self.reasoning = self.reasoning and self.reasoning.for_tokenizer(backend(self.tokenizer))
         sizes = {"max_running_requests": first.limits.max_num_seqs, "dp_size": len(engines), "tp_size": 1}
         self.model_facts = sizes | dict(self.model_facts)
 

@@ -156,6 +156,8 @@ def native_grammar(wanted: StructuredOutputsParams) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         made = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options)))
         lark = f"start: %json {json.dumps(made['grammars'][0]['json_schema'])}"
+    if wanted.prelude is not None:
+        lark = f"start: prelude constrained\nconstrained: %lark {{\n{lark}\n}}\n{wanted.prelude}"
     return lark if forces_little(lark) else f"{lark}\n{UNFORCED}"
 
 

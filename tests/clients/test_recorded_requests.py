@@ -11,7 +11,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from tests.serving import scripted
 from tests.serving.client import Client
 

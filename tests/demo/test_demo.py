@@ -17,7 +17,7 @@ from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from jpaged.models.registry import read_config
-from jpaged.serving.tools import detect
+from jpaged.serving.tool_parsers.detect import detect
 from tools.demo_model import corpus, stories, train
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.grammar import fill, variants

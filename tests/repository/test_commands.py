@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.cli.main import COMMANDS, load, parser
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from tests.serving.client import Client
 from tools import api_docs
 

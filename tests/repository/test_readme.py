@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.cli.main import COMMANDS, load, parser
 from jpaged.serving.protocol import ChatRequest, CompletionRequest
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from jpaged.start import setup
 from tests.serving.client import Client
 from tests.support.few_shapes import few_shapes, limiting

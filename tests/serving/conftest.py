@@ -12,7 +12,7 @@
 import pytest
 
 from benchmarks.shared.server_process import ServerProcess
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from jpaged.tokenizer import encode
 from tests.serving import scripted
 from tests.serving.client import Api, Client, Connection

@@ -12,13 +12,13 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from jpaged.cli.serve import add_flags, bound_sockets, server_config, tls_context
 from jpaged.config import Limits
@@ -32,7 +32,7 @@ from jpaged.models.config_file import read_hf
 from jpaged.serving.logs import logging_to
 from jpaged.serving.serve import serve
 from jpaged.serving.service import Service
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.tool_parsers.format import FORMATS
 from jpaged.tokenizer import backend
 
 SAY, OR, DONE, FAIL = "<<say>>", "<<or>>", "<<done>>", "<<fail>>"
@@ -153,26 +153,46 @@ def _sample(admitted: Admitted, token: int) -> Sample:
     return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
 
 
-def demo_tokenizer() -> SimpleNamespace:
-    """Return the demo model's tokenizer as the server uses it, without transformers, whose import takes a second."""
+def demo_tokenizer(marks: Sequence[str] = ()) -> SimpleNamespace:
+    """Return the demo model's tokenizer as the server uses it, without transformers, whose import takes a second.
+
+    Args:
+        marks: further special tokens.
+    """
     config = json.loads((DIRECTORY / "tokenizer_config.json").read_text())
     special = {name: config[name] for name in ("bos_token", "eos_token", "pad_token")}
+    inner = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+    inner.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
     return SimpleNamespace(
-        backend_tokenizer=Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")),
+        backend_tokenizer=inner,
         chat_template=config["chat_template"], special_tokens_map=special, init_kwargs=config,
     )  # fmt: skip
 
 
-def load(step_seconds: float = 0.0, *, enable_prefix_caching: bool = True, **limits: int) -> tuple[Engine, Any]:
-    """Return an engine with scripted answers, and its tokenizer. `limits` replace those of LIMITS."""
+def load(
+    step_seconds: float = 0.0,
+    *,
+    enable_prefix_caching: bool = True,
+    marks: Sequence[str] = (),
+    end: str | None = None,
+    **limits: int,
+) -> tuple[Engine, Any]:
+    """Return an engine with scripted answers, and its tokenizer.
+
+    Args:
+        marks: further special tokens.
+        end: the one of them that ends an answer; None: the model's.
+        limits: replace those of LIMITS.
+    """
     limits = LIMITS | limits
-    model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), demo_tokenizer()
+    model, tokenizer = ModelConfig.from_hf(read_hf(DIRECTORY)), demo_tokenizer(marks)
+    eos = model.eos_token_ids if end is None else (backend(tokenizer).token_to_id(end),)
     scheduler = Scheduler(
         BlockPool(limits["num_gpu_blocks_override"], BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching),
         Limits(limits["max_model_len"], limits["max_num_seqs"], limits["max_num_batched_tokens"], BLOCK_SIZE),
-        vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size + len(marks), eos_token_ids=eos,
     )  # fmt: skip
-    runner = ScriptedRunner(backend(tokenizer), model.eos_token_ids[0], step_seconds)
+    runner = ScriptedRunner(backend(tokenizer), eos[0], step_seconds)
     return Engine(scheduler, runner, backend(tokenizer)), tokenizer
 
 

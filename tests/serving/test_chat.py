@@ -70,7 +70,7 @@ async def test_neutral_values_of_fields_of_other_apis_are_accepted(client):
         ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("functions", [{"name": "f"}]),
         ("guided_json", {"type": "object"}), ("logits_processors", ["a"]),
         ("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False),
-        ("stream_reasoning", False), ("include_reasoning", False),
+        ("stream_reasoning", False),
     ):  # fmt: skip
         assert (await client.post("/v1/chat/completions", plain | {name: value}, 400))["error"]["param"] == name
 

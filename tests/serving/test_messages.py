@@ -208,13 +208,15 @@ def test_options_become_those_of_a_chat():
         "messages": messages, "tools": [{"type": "function", "function": function}], "stop": ["END"], "stream": True,
         "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "cache_salt": "mine",
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": CITY}},
     }  # fmt: skip
     for choice, wanted in (("any", "required"), ("auto", "auto"), ("none", "none")):
         assert chat_of(messages=messages, tools=TOOLS, tool_choice={"type": choice})["tool_choice"] == wanted
     begun = chat_of(messages=[*messages, {"role": "assistant", "content": "I am"}])
     assert begun["continue_final_message"] is True
+    on = chat_of(messages=messages, thinking={"type": "enabled", "budget_tokens": 9})
+    assert on["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert chat_of(messages=messages, thinking={"type": "adaptive"}, tool_choice={"type": "auto"}) == {
         "messages": messages
     }

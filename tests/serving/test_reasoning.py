@@ -1,11 +1,13 @@
 """Reasoning apart from the text: its parser, and chats, responses and messages plain and streamed."""
 
+import itertools
 import random
 
 import pytest
 
-from jpaged.serving.reasoning import MARKS, ReasoningParser, marks_of
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.reasoning_parsers import harmony, marked
+from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
+from jpaged.serving.tool_parsers.format import FORMATS
 from tests.serving import scripted
 from tests.serving.client import Client
 from tests.serving.scripted import say
@@ -17,17 +19,21 @@ from tests.serving.test_responses import streamed as response_events
 from tests.serving.test_responses import without_ids as without_response_ids
 from tests.serving.tool_texts import ROME, hermes
 
-QWEN = MARKS["qwen3"]
+QWEN = FORMS["qwen3"]
 THOUGHT = "<think>\nWhich city?\n\nRome.\n</think>\n\nIt is sunny."
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def outcome(pieces, is_open=False):
+def parts_of(form, pieces, is_open=False):
     """Return the reasoning and the answer of a text that arrives in pieces."""
-    parser = ReasoningParser(QWEN, is_open)
-    parts = [parser.feed(piece) for piece in pieces]
-    parts.append(parser.feed("", is_last=True))
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+    parser = form.new_parser(f"x {form.openings[0]}\n" if is_open else "x")()
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.feed("", is_last=True)
+    reasoning, answer = ("".join(part.text for part in parts if part.is_reasoning == kind) for kind in (True, False))
+    return reasoning, answer
+
+
+def outcome(pieces, is_open=False):
+    return parts_of(QWEN, pieces, is_open)
 
 
 @pytest.mark.parametrize(
@@ -53,30 +59,114 @@ def test_text_is_split_at_its_marks(text, is_open, expected):
     assert outcome([text], is_open) == expected
 
 
-def split(text, is_open):
-    """Return the reasoning and the answer of a whole text, by its definition."""
+def split(form, text, is_open):
+    """Return the reasoning and the answer of a whole text between marks, by its definition."""
     if not is_open:
-        if not text.lstrip().startswith(QWEN.opening):
+        opening = next((each for each in form.openings if text.lstrip().startswith(each)), None)
+        if opening is None:
             return "", text
-        text = text.lstrip().removeprefix(QWEN.opening)
-    reasoning, _, answer = text.partition(QWEN.closing)
+        text = text.lstrip().removeprefix(opening)
+    closing = min(form.closings, key=lambda each: text.find(each) % (len(text) + 1))
+    reasoning, _, answer = text.partition(closing)
     return reasoning.strip(), answer.lstrip()
 
 
-def test_result_is_that_of_the_whole_text_for_any_pieces():
-    rng = random.Random(5)
-    words = ["<think>", "</think>", "<", "</", "think>", "</thin", "\n", " ", "a", "Rome ", "<think", ">"]
-    for _ in range(400):
-        text, is_open = "".join(rng.choices(words, k=rng.randrange(12))), rng.random() < 0.5
-        expected = split(text, is_open)
-        assert outcome(text, is_open) == expected, text
-        assert all(outcome([text[:i], text[i:]], is_open) == expected for i in range(len(text) + 1)), text
+HARMONY = [
+    "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|start|>assistant", "<|call|>", "analysis", "final",
+    "commentary", " to=functions.time ", "<|constrain|>json", "<|channel|>analysis<|message|>", "<|channel|>final",
+    "<|channel|>final<|message|>", "<|channel|>commentary to=functions.time <|constrain|>json<|message|>", "<|", " ",
+    "{}",
+]  # fmt: skip
+
+
+def random_text(form, rng, words=0):
+    """Return marks and parts of marks in random order, with some words between them."""
+    marks = [*form.openings, *getattr(form, "closings", ())] or HARMONY
+    parts = rng.choices([*marks, *(mark[: len(mark) // 2] for mark in marks), "\n", " ", "a", "<"], k=rng.randrange(10))
+    for word in range(words):
+        parts.insert(rng.randrange(len(parts) + 1), f"w{word}w")
+    return "".join(parts)
+
+
+def check_pieces(name, num_texts):
+    rng, form = random.Random(5), FORMS[name]
+    for _ in range(num_texts):
+        text, is_open = random_text(form, rng), bool(form.openings) and rng.random() < 0.5
+        expected = split(form, text, is_open) if form.openings else parts_of(form, [text])
+        assert parts_of(form, text, is_open) == expected, text
+        for at in range(len(text) + 1):
+            assert parts_of(form, [text[:at], text[at:]], is_open) == expected, (at, text)
+        places = [0, *sorted(rng.choices(range(len(text) + 1), k=4)), len(text)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+        assert parts_of(form, pieces, is_open) == expected, pieces
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_result_is_that_of_the_whole_text_for_any_pieces(name):
+    check_pieces(name, 200)
+
+
+def check_words(num_texts, names=tuple(sorted(FORMS))):  # noqa: B008 - a constant
+    rng = random.Random(num_texts)
+    for number in range(num_texts):
+        form = FORMS[names[number % len(names)]]
+        text = random_text(form, rng, words=3)
+        left = "\0".join(parts_of(form, [text], bool(form.openings) and rng.random() < 0.5))
+        assert all(left.count(f"w{word}w") == 1 for word in range(3)), text
+
+
+@pytest.mark.parametrize("num_texts", [3_000, pytest.param(50_000, marks=pytest.mark.deep)])
+def test_random_texts_lose_no_word(num_texts):
+    check_words(num_texts)
+
+
+def test_checks_find_planted_faults(monkeypatch):
+    for module, name in ((marked, "qwen3"), (marked, "granite"), (harmony, "openai_gptoss")):
+        with monkeypatch.context() as patch:  # an incomplete mark is taken for text
+            patch.setattr(module, "overlap", lambda text, mark: 0)
+            with pytest.raises(AssertionError):
+                check_pieces(name, 100)
+    monkeypatch.setattr(harmony, "ENDS", ("<|end|>", "<|call|>", "<|return|>", "w1w"))  # a word is taken for a mark
+    with pytest.raises(AssertionError):
+        check_words(500, ("openai_gptoss",))
+
+
+CALL = "<|channel|>commentary to=functions.time <|constrain|>json<|message|>"
+START = "<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "text, reasoning, answer",
+    [
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{START}<|channel|>final<|message|>Hi<|return|>", "Hm.", "Hi"),
+        ("<|channel|>final<|message|>Hi", "", "Hi"),
+        (f"<|channel|>analysis<|message|>A<|end|>{START}<|channel|>analysis<|message|>B<|end|>{START}{CALL}{{}}<|call|>",
+         "A\nB", CALL + "{}"),
+        (f"<|channel|>commentary<|message|>I look.<|end|>{START}{CALL}{{}}", "", f"I look.{CALL}{{}}"),
+        (" to=functions.time<|channel|>commentary json<|message|>{}", "", CALL + "{}"),
+        ("<|channel|>analysis to=functions.time <|constrain|>json<|message|>{}", "", CALL + "{}"),
+        ("<|channel|>analysis<|message|>A<|channel|>final<|message|>B", "A", "B"),  # without an end
+        ("Hello <|end|>", "", "Hello "),
+        ("<|channel|>other<|message|>A", "", "<|channel|>other<|message|>A"),
+        ("<|channel|>fin", "", ""),
+        ("<|start|>assistant<|channel|>", "", ""),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_messages_are_told_apart_by_their_channels(text, reasoning, answer):
+    form = FORMS["openai_gptoss"]
+    assert parts_of(form, [text]) == parts_of(form, text) == (reasoning, answer)
 
 
 def test_marks_are_named_or_detected_from_a_template():
-    assert marks_of("none", ["<think></think>"]) is None and marks_of("deepseek_r1", []) == QWEN
-    assert marks_of("auto", ["{{ '<think>\\n\\n</think>' }}"]) == QWEN
-    assert marks_of("auto", ["{{ messages }}"]) is None
+    assert reasoning_form("none", ["<think></think>"]) is None and reasoning_form("deepseek_r1", []) == QWEN
+    assert reasoning_form("auto", ["{{ '<think>\\n\\n</think>' }}"]) == QWEN
+    assert reasoning_form("auto", ["{{ messages }}"]) is None
+    for name, template in (
+        ("mistral", "[THINK]{{ x }}[/THINK]"), ("granite", "Here is my response: <think></think>"),
+        ("openai_gptoss", "<|channel|>analysis<|message|>"), ("seed_oss", "<seed:think>{{ x }}</seed:think>"),
+    ):  # fmt: skip
+        assert reasoning_form("auto", [template]) is FORMS[name]
 
 
 @pytest.fixture
@@ -108,15 +198,15 @@ async def test_text_without_reasoning_and_other_servers_keep_the_whole_text(clie
     assert (await scripted_client.chat(say(THOUGHT)))["choices"][0]["message"]["content"] == THOUGHT
 
 
-async def test_reasoning_that_the_prompt_begins_is_found_unless_a_grammar_forbids_it():
+async def test_reasoning_that_the_prompt_begins_is_found_with_and_without_a_grammar():
     engine, tokenizer = scripted.load()
     options = {"chat_template": tokenizer.chat_template + "{{ '<think>\n' }}", "reasoning_parser": "deepseek_r1"}
     async with Client(engine, tokenizer, model_name="demo", **options) as client:
         message = (await client.chat(say("Which?</think>Rome")))["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ("Which?", "Rome")
         form = {"type": "json_object"}
-        message = (await client.chat(say('{"a": 1}'), response_format=form))["choices"][0]["message"]
-        assert (message["reasoning"], message["content"]) == (None, '{"a": 1}')
+        message = (await client.chat(say('Which?</think>{"a": 1}'), response_format=form))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Which?", '{"a": 1}')
         await client.idle()
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's marks have full-width bars
 """Parsing of tool calls: content and calls are the same for any division of the text into pieces."""
 
 import itertools
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jpaged.serving.tools import detect
+from jpaged.serving.tool_parsers.detect import detect
 from tests.serving.tool_texts import (
+    FUNCTIONS,
     HERMES,
     LLAMA,
     NAMES,
@@ -129,7 +131,7 @@ def test_missing_arguments_give_an_empty_object():
 
 def test_incomplete_call_keeps_its_arguments_so_far():
     assert read(LLAMA, TOKYO[:-3]) == ("", [("weather", TOKYO_CALL[1][:-2])])
-    assert read(HERMES, f"<tool_call>{ROME[:-1]}, 7: <tool_call>{NOON}") == ("7:", [ROME_CALL, NOON_CALL])
+    assert read(HERMES, f"<tool_call>{ROME[:-1]}, 7: <tool_call>{NOON}") == (", 7:", [ROME_CALL, NOON_CALL])
 
 
 @pytest.mark.parametrize("kind, text", [(HERMES, hermes(ROME, NOON, NOON)), (LLAMA, f"{ROME}; {NOON}; {NOON}")])
@@ -140,7 +142,7 @@ def test_only_first_call_is_kept_without_parallel_calls(kind, text):
 
 def test_only_ambiguous_text_is_held_back():
     def steps(kind, pieces):
-        parser = kind.parser(NAMES, lambda: "id")
+        parser = kind.parser(FUNCTIONS, lambda name, index: "id")
         return [(p.content, [(d.name, d.arguments) for d in p.calls]) for p in map(parser.feed, pieces)]
 
     text = [
@@ -236,8 +238,21 @@ def test_random_calls_are_parsed_to_their_names_and_arguments(kind, words, wante
     "template, name",
     [
         ('{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' + (call.arguments | tojson) }}', "hermes"),
-        ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
-        ("{{ '<tool_call>' + call.name }}<arg_key>{{ key }}</arg_key>", None),
+        ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", "qwen3_coder"),
+        ("{{ '<tool_call>' + call.name }}<arg_key>{{ key }}</arg_key>", "glm45"),
+        ("{{ '<tool_call>' + call.name }}<arg_key>{{ key }}</arg_key><arg_value>", "glm47"),
+        ("{{ '[TOOL_CALLS]' + call.name }}", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v31"),
+        ("<|channel|>commentary to=functions.{{ name }}", "openai"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<seed:tool_call>\n<function=", "seed_oss"),
+        ("<start_function_call>call:", "functiongemma"),
+        ("<|tool_call>call:", "gemma4"),
+        ("<|tool_call|>[{", "granite"),
+        ("<|header_start|> write [func_name1(params_name1=1)]", "llama4_pythonic"),
+        ("write [func_name1(params_name1=1)]", "pythonic"),
         ("{{ '<|python_tag|>' + call.name }}", "llama3_json"),
         ("{{ '{\"name\": \"' + call.name + '\", ' }}\n{{ '\"parameters\": ' }}", "llama3_json"),
         ('{{ "{\\"name\\": \\"" + call.name + "\\", \\"parameters\\": " }}', "llama3_json"),

@@ -2,9 +2,11 @@
 
 import itertools
 
-from jpaged.serving.tools import FORMATS
+from jpaged.serving.conversation import Function
+from jpaged.serving.tool_parsers.format import FORMATS
 
 NAMES = ["weather", "time"]
+FUNCTIONS = [Function(name=name) for name in NAMES]
 HERMES, LLAMA = FORMATS["hermes"], FORMATS["llama3_json"]
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 NOON = '{"name": "time", "arguments": {}}'
@@ -26,14 +28,15 @@ def written(kind, *calls):
     return hermes(*calls) if kind is HERMES else llama(*calls)
 
 
-def outcome(new_parser, pieces, parallel=True):
+def outcome(new_parser, pieces, parallel=True, functions=FUNCTIONS):
     """Return the content and the calls as (id, name, arguments) of a text that arrives in pieces.
 
     Args:
         new_parser: a format, or one of its functions that return a parser.
+        functions: the tools.
     """
     ids = (f"call-{i}" for i in itertools.count())
-    parser = getattr(new_parser, "parser", new_parser)(NAMES, lambda: next(ids), parallel)
+    parser = getattr(new_parser, "parser", new_parser)(functions, lambda name, index: next(ids), parallel)
     content, calls = "", []
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content

@@ -21,7 +21,7 @@ from jpaged.serving.ray.config import RayConfig
 from jpaged.serving.ray.messages import Description, Forwarded, Head
 from jpaged.serving.serve import tune_interpreter
 from jpaged.serving.service import ServerConfig, Service
-from jpaged.serving.tools import tool_format
+from jpaged.serving.tool_parsers.format import tool_format
 
 OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
 DIALECTS = {path: endpoint.dialect for endpoint in ENDPOINTS if (path := endpoint.path) in OPERATIONS}

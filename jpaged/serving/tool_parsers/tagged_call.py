@@ -1,0 +1,172 @@
+"""Calls that name each argument in tags. The schema of a function gives the types of the values.
+
+Values are converted as vLLM's parsers do (https://docs.vllm.ai/en/latest/features/tool_calling/): the text of a value
+stays a text if its type is "string" or unknown. Otherwise it becomes a JSON value of one of the types, or stays a text
+if it is none.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+
+from jpaged.serving.codec import loads
+from jpaged.serving.conversation import Function
+from jpaged.serving.tool_parsers.form import Spell
+from jpaged.serving.tool_parsers.json_call import NAME
+from jpaged.serving.tool_parsers.pieces import End, NotACall, Reading
+from jpaged.serving.tool_parsers.raw_text import text_rules
+from jpaged.serving.tool_parsers.reader import CallReader
+from jpaged.serving.tool_parsers.schema import KINDS, json_rule, properties_of, types_of
+
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Tags around names and values, as chat templates write them.
+
+    Attributes:
+        name_end: text after the function's name.
+        key_open, key_close: texts around the name of an argument.
+        value_open, value_close: texts around its value. Newlines there are no part of the value.
+        value_end: text after the argument.
+        end: text at the end of the call.
+    """
+
+    name_end: str
+    key_open: str
+    key_close: str
+    value_open: str
+    value_close: str
+    value_end: str
+    end: str
+    is_list = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts that may hold marks."""
+        return (self.name_end, self.key_open, self.key_close, self.value_open, self.value_close, self.end)
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """Read a call. A text is emitted as it comes, another value when it is complete."""
+        name = yield from reader.word(NAME)
+        yield from reader.expect(self.name_end.strip())
+        marks = self.key_open, self.end
+        yield from reader.space()
+        mark = yield from reader.choose(marks)
+        reader.begin(name)
+        reader.append("{")
+        types = {key: types_of(schema) for key, schema in _properties(reader.functions[name]).items()}
+        separator = ""
+        while mark != self.end:
+            key = yield from self._key(reader)
+            reader.append(f"{separator}{_quoted(key)}: ")
+            separator = ", "
+            yield from self._value(reader, types.get(key, frozenset()))
+            mark = yield from self._next(reader, marks)
+        reader.append("}")
+
+    def head(self, function: Function) -> str:
+        """Return the name with the text behind it."""
+        return function.name + self.name_end
+
+    def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
+        """Return the rules of a call: its arguments in the order of the schema."""
+        schemas, required = properties_of(function)
+        rules, parts = [], ""
+        for index, (key, schema) in enumerate(schemas.items()):
+            value = f"{name}_{index}"
+            if "string" in types_of(schema) or not types_of(schema):
+                rules += text_rules(schema, value, self.value_close, spell)
+            else:
+                rules.append(f"{value}: {json_rule(schema)} {spell(self.value_close)}")
+            head = spell(f"{self.key_open}{key}{self.key_close}{self.value_open}")
+            part = f"{head} {value} {spell(self.value_end)}".strip()
+            parts += f" {part}" if key in required else f" ({part})?"
+        return [f"{name}: {parts} {spell(self.end)}", *rules]
+
+    def _next(self, reader: CallReader, marks: tuple[str, ...]) -> Reading[str]:
+        """Read the mark after an argument. Other text ends the call."""
+        try:
+            yield from reader.space()
+            return (yield from reader.choose(marks))
+        except NotACall:
+            reader.at = 0
+            reader.append("}")
+            raise
+        except End:
+            if any(mark.startswith(reader.text.strip()) for mark in marks):
+                reader.at = len(reader.text)
+                reader.take()
+            raise
+
+    def _key(self, reader: CallReader) -> Reading[str]:
+        """Read the name of an argument, and skip the text up to its value."""
+        start, closing = reader.at, self.key_close.strip()
+        while not reader.text.endswith(closing, start, reader.at):
+            yield from reader.peek()
+            reader.at += 1
+        key = reader.text[start : reader.at - len(closing)].strip()
+        if opening := self.value_open.strip():
+            yield from reader.space()
+            yield from reader.expect(opening)
+        return key
+
+    def _value(self, reader: CallReader, types: frozenset[str]) -> Reading[None]:
+        trims = self.value_close.startswith("\n")
+        if trims and (yield from reader.peek()) == "\n":
+            reader.at += 1
+        if types <= {"string"}:
+            yield from _read_text(reader, self.value_close.strip(), trims)
+            return
+        parts: list[str] = []
+        try:
+            yield from reader.until(self.value_close.strip(), parts.append)
+        except End:
+            reader.append(_quoted("".join(parts))[:-1])
+            raise
+        text = "".join(parts)
+        reader.append(converted(text.removesuffix("\n") if trims else text, types))
+
+
+def _read_text(reader: CallReader, mark: str, trims: bool) -> Reading[None]:
+    """Emit the text up to a mark as a JSON string; drop the last newline if `trims`."""
+    held = ""
+
+    def pass_on(text: str) -> None:
+        nonlocal held
+        text, held = held + text, ""
+        if trims and text.endswith("\n"):
+            text, held = text[:-1], "\n"
+        reader.append(_quoted(text)[1:-1])
+
+    reader.append('"')
+    yield from reader.until(mark, pass_on)
+    reader.append('"')
+
+
+def converted(text: str, types: frozenset[str]) -> str:
+    """Return a value as JSON: of one of the types if the text is one, else a string."""
+    try:
+        value = loads(text.strip())
+    except ValueError:
+        value = WORDS.get(text.strip().lower(), text)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _quoted(text)
+    kind = KINDS.get(type(value), "null")
+    if kind in types - {"string"} or (kind == "integer" and "number" in types):
+        return json.dumps(value, ensure_ascii=False)
+    if kind == "number" and "integer" in types and value.is_integer():
+        return json.dumps(int(value))
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _properties(function: Function) -> dict[str, object]:
+    try:
+        return properties_of(function)[0]
+    except ValueError:  # of an unusual schema, whose values have no known types
+        return {}

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Weight, cpu, reference
-from pallas_kernels.cpu.product import BLOCK, FEW_O, SEGMENT, UNIT_T, WHOLE
+from pallas_kernels.cpu.product import FEW_O, UNIT_T
 from pallas_kernels.cpu.team import num_threads
+from pallas_kernels.cpu.tiles import BLOCK, SEGMENT, WHOLE
 from pallas_kernels.reference import ACTIVATIONS
 from pallas_kernels.weights import pack, quantize, unpack
 from tests.kernels.implementations import ops_of

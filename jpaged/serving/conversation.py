@@ -119,19 +119,6 @@ class Tool(Open):
     function: Function
 
 
-class NamedFunction(Open):
-    """Name of a function."""
-
-    name: str
-
-
-class NamedToolChoice(Open):
-    """Choice of a tool by its name."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class Conversation(Strict):
     """Arguments of a chat template."""
 

@@ -26,9 +26,10 @@ from jpaged.core.params import (
     shown,
 )
 from jpaged.serving.codec import JsonObject
-from jpaged.serving.conversation import Conversation, Function, NamedToolChoice
+from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid
 from jpaged.serving.fields import UNSERVED, UNSERVED_IN_CHATS, UNSERVED_IN_COMPLETIONS, Items, Strict, optional_fields
+from jpaged.serving.tool_choice import TOOL_CHOICES, NamedToolChoice, ToolChoice, chosen_functions, must_call
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -322,9 +323,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
 
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        default=None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
-    )
+    tool_choice: ToolChoice | None = Field(default=None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(default=None, ge=0, description="a number of tokens, at least 0")
@@ -332,21 +331,12 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
 
     @property
     def offered_functions(self) -> list[Function]:
-        """Functions that the model may call; only one if it is chosen by name. ApiError 400 if it is impossible."""
+        """Functions that the model may call. ApiError 400 if the choice is impossible."""
         functions = [tool.function for tool in self.tools or ()]
         names = [each.name for each in functions]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise invalid("tools", f"{min(repeated)!r} is there more than once")
-        if self.tool_choice == "none":
-            return []
-        if isinstance(self.tool_choice, NamedToolChoice):
-            wanted = self.tool_choice.function.name
-            if wanted not in names:
-                raise invalid("tool_choice", f"{wanted!r} is none of the tools")
-            return [each for each in functions if each.name == wanted]
-        if self.tool_choice is not None and not functions:
-            raise invalid("tool_choice", f"{self.tool_choice!r} needs tools")
-        return functions
+        return chosen_functions(self.tool_choice, functions)
 
     @property
     def names_tool(self) -> bool:
@@ -356,7 +346,7 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
     @property
     def must_call(self) -> bool:
         """Whether the model must call a tool."""
-        return self.tool_choice == "required" or self.names_tool
+        return must_call(self.tool_choice)
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -121,6 +121,25 @@ class FunctionChoice(Open):
     type: Literal["function"]
     name: str
 
+    def for_chat(self) -> JsonObject:
+        """Return the choice as chats have it."""
+        return {"type": self.type, "function": {"name": self.name}}
+
+
+class AllowedChoice(Open):
+    """Choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    def for_chat(self) -> JsonObject:
+        """Return the choice as chats have it."""
+        return {
+            "type": self.type,
+            self.type: {"mode": self.mode, "tools": [tool.for_chat() for tool in self.tools]},
+        }
+
 
 class FlatSchemaFormat(Open):
     """Format of a text by a JSON schema."""
@@ -165,8 +184,10 @@ class ResponsesRequest(Tolerant):
     input: str | Annotated[Items[Item], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: Annotated[Items[ToolOfAnyType], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = Field(
-        default=None, description='"none", "auto", "required" or {"type": "function", "name": NAME}'
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = Field(
+        default=None,
+        description='"none", "auto", "required", {"type": "function", "name": NAME} or '
+        '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}',
     )
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
@@ -225,9 +246,7 @@ class ResponsesRequest(Tolerant):
         )
 
     def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, FunctionChoice):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice
+        return self.tool_choice.for_chat() if isinstance(self.tool_choice, Open) else self.tool_choice
 
     def _transcript(self) -> Transcript:
         transcript = Transcript()

@@ -216,6 +216,12 @@ def test_options_become_those_of_a_chat():
     }  # fmt: skip
     for form in ("text", "json_object"):
         assert chat_of(input="Hi", text={"format": {"type": form}})["response_format"] == {"type": form}
+    names = [{"type": "function", "name": "weather"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": names}
+    assert chat_of(input="Hi", tools=[WEATHER], tool_choice=choice)["tool_choice"] == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+    }
     # A client offers only tools that are ignored.
     assert "tool_choice" not in chat_of(input="Hi", tools=[{"type": "web_search"}], tool_choice="auto")
 

@@ -89,6 +89,26 @@ async def test_named_tool_choice_gives_a_call_of_this_tool(api):
     assert error.value.param == "tool_choice"
 
 
+async def test_allowed_tools_give_calls_of_these_tools(api):
+    allowed = lambda mode, *names: {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]},
+    }
+    fields = {"tools": TOOLS, "max_tokens": 120} | HASTE
+    both = await api.chat("What is the weather?", tool_choice="required", **fields)
+    assert both.choices[0].message.tool_calls[0].function.name == "weather"
+    one = await api.chat("What is the weather?", tool_choice=allowed("required", "clock"), **fields)
+    assert {call.function.name for call in one.choices[0].message.tool_calls} == {"clock"}
+    assert one.choices[0].finish_reason == "tool_calls" and one.usage.prompt_tokens == both.usage.prompt_tokens
+    free = await api.chat("Who are you?", tools=TOOLS, tool_choice=allowed("auto", "clock", "weather"))
+    plain = await api.chat("Who are you?", tools=TOOLS)
+    assert free.choices[0].message == plain.choices[0].message
+    for choice, words in [(allowed("required", "cook"), "'cook' is none of the tools"), (allowed("auto"), "must be")]:
+        with pytest.raises(openai.BadRequestError, match=words) as error:
+            await api.chat("Hi", tools=TOOLS, tool_choice=choice)
+        assert error.value.param == "tool_choice"
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 async def test_model_without_calls_returns_content(api, choice):
     answer = (await api.chat("Who are you?", tools=TOOLS, tool_choice=choice)).choices[0]

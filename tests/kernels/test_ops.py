@@ -30,7 +30,7 @@ SLOW_IN_TRITON = SLOW | {
     "head dim 256, window, capped", "peaked",
 }  # fmt: skip
 SLOW_IN_MOSAIC = SLOW | {
-    "sinks, window, capped, fp8",
+    "block 16", "sinks, window, capped, fp8",
     "block 8, head dim 128", "block 64, float16", "head dim 80", "padding only", "window, capped",
     "head dim 256, window, capped", "peaked",
 }  # fmt: skip

@@ -206,6 +206,7 @@ def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     assert compiled.as_text().count(" all-reduce(") == layers * (2 + 2 * norms) + 1
 
 
+@pytest.mark.parametrize("case", usual(*SEVERAL_SHAPES, *ONE_SHAPE), indirect=True)
 def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
     model, tensors, _, _ = case
     save_safetensors(model, tmp_path)
@@ -215,6 +216,7 @@ def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
         np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
 
 
+@pytest.mark.parametrize("case", usual(*SEVERAL_SHAPES, *ONE_SHAPE), indirect=True)
 def test_every_parameter_names_its_axes(case):
     """Matrices of layers are divided among devices, except those of routers, recurrent layers and embeddings."""
     model, *_ = case

@@ -211,7 +211,7 @@ def test_parameters_that_do_not_match_are_named(llm, expected):
 
 
 def test_joints_have_the_names_of_a_checkpoints_leaves():
-    model = model_of(MOE)
+    model = served_model(0)
     joints = joints_of(fused_copy(model))
     names = set(itertools.chain.from_iterable(joint.names for joint in joints.values()))
     assert names < set(by_name(model)) and len(names) == sum(len(joint.names) for joint in joints.values())

@@ -127,6 +127,7 @@ def test_the_bytes_of_a_decode_step_follow_from_the_kinds_of_weights(tmp_path):
         assert math.isclose(sizes[kind]["step"], sum(mb for part, mb in sizes[kind].items() if part != "step"))
 
 
+@pytest.mark.deep
 def test_every_implementation_of_recurrent_layers_is_timed(tmp_path):
     done = run("kernels/recurrence.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -294,6 +295,7 @@ def test_sets_share_no_block_and_are_read_in_turn():
 # Peers
 
 
+@pytest.mark.deep
 def test_jax_peers_are_given_the_same_numbers(monkeypatch):
     attention = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: attention(*args, **kwargs | XLA))

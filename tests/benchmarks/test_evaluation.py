@@ -173,6 +173,7 @@ def test_measured_and_simulated_figures_have_columns_of_their_own(contents):
         assert not any("measured" in cell and "simulated" in cell for cell in head.split(" | "))
 
 
+@pytest.mark.deep
 def test_plots_are_drawn(contents, tmp_path):
     paths = plots.draw(Figures(contents["evaluation"]), tmp_path)
     assert {path.name for path in paths} == {path.name for path in (ROOT / "docs" / "benchmarks").iterdir()}

@@ -124,6 +124,7 @@ def test_at_least_96_percent_of_slots_hold_tokens(tmp_path):
     assert used[16]["utilization"] >= 0.96 > used[128]["utilization"] and used[16]["steps"] > 200
 
 
+@pytest.mark.deep
 def test_sharing(tmp_path):
     rows = run(sharing, tmp_path)["rows"]
     shared = {(r["kind"], r["dataset"], r["width"]): r["saving"] for r in rows if r["experiment"] == "sharing"}

@@ -15,9 +15,12 @@ from jpaged.core.params import SamplingParams
 from jpaged.demo import DIRECTORY as DEMO
 from jpaged.models.config_file import sampling_defaults
 from tests.bench.fake_server import FakeServer
+from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 
-FEW = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128"]  # shapes to compile
+# The limits of the fixture `demo`, whose executables are then loaded.
+FEW = ["--max-num-seqs", "16", "--max-num-batched-tokens", "32", "--max-model-len", "512",
+       "--num-gpu-blocks-override", "512"]  # fmt: skip
 
 
 def echo(body):
@@ -103,11 +106,12 @@ def test_a_stream_that_breaks_is_an_error(capsys):
 
 
 def test_the_demo_model_in_this_process(demo, monkeypatch, capsys):
-    main(["complete", "Once upon a time", "The little fox", "--temperature", "0", "--max-tokens", "12", *FEW])
-    completed = capsys.readouterr().out
-    piped(monkeypatch, "Who are you?")
-    main(["chat", "--system", "Be brief.", "--seed", "7", "--max-tokens", "12", *FEW])
-    answer = capsys.readouterr().out
+    with few_shapes():
+        main(["complete", "Once upon a time", "The little fox", "--temperature", "0", "--max-tokens", "12", *FEW])
+        completed = capsys.readouterr().out
+        piped(monkeypatch, "Who are you?")
+        main(["chat", "--system", "Be brief.", "--seed", "7", "--max-tokens", "12", *FEW])
+        answer = capsys.readouterr().out
 
     greedy = SamplingParams(temperature=0, max_tokens=12)
     texts = [each.outputs[0].text for each in demo.generate(["Once upon a time", "The little fox"], greedy)]

@@ -123,7 +123,7 @@ def test_the_pages_command_reproduces_its_rows(capsys):
 
 def test_long_contexts_mixtures_and_fewer_bits(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    lengths = ["--workload", "random", "--input-len", "30000", "--output-len", "8", "--num-prompts", "20"]
+    lengths = ["--workload", "random", "--input-len", "30000", "--output-len", "8", "--num-prompts", "4"]
     model = ["--model", "llama-3.1-8b", "--quantization", "int4"]
     main(["plan", *lengths, *model, "--gpu", "rtx-pro-6000", "--users", "2", "--out", str(path)])
     text = capsys.readouterr().out

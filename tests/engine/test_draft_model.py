@@ -12,7 +12,7 @@ from jpaged.start import pool
 from jpaged.start.setup import prepare
 from tests.core import traffic
 from tests.engine.conftest import drafting_config, drafts_of
-from tests.engine.test_drafts import STORY, TOKENIZER, mixed, run
+from tests.engine.test_drafts import RECOMPUTE, STORY, SWAP, TOKENIZER, in_deep, mixed, run
 from tests.support import checkpoints, models
 from tests.support.trees import nested
 
@@ -39,10 +39,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     assert not scheduler.requests and scheduler.pool.num_used == 0
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(depth=2), dict(blocks=40, mode="swap", depth=2), dict(blocks=40, mode="recompute")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [SWAP | {"depth": 2}, RECOMPUTE, *in_deep({}, {"depth": 2})], ids=str)
 def test_its_drafts_change_no_bit(engine, options):
     requests = mixed()
     expected, plain = run(engine, requests, drafts=False)

@@ -196,15 +196,19 @@ def mixed() -> list[tuple[str, SamplingParams]]:
     return [(STORY * (1 + i % 3), SamplingParams(max_tokens=40, seed=i, **kind)) for i, kind in enumerate(kinds)]
 
 
+SWAP, RECOMPUTE = ({"blocks": 40, "mode": mode} for mode in ("swap", "recompute"))
+
+
+def in_deep(*options: dict) -> list:
+    return [pytest.param(each, marks=pytest.mark.deep) for each in options]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(), dict(depth=2), dict(blocks=40, mode="swap"), dict(blocks=40, mode="swap", depth=2),
-        dict(blocks=40, mode="recompute"), dict(blocks=40, mode="recompute", depth=2),
-    ],
+    [dict(depth=2), SWAP | {"depth": 2}, RECOMPUTE, *in_deep({}, SWAP, RECOMPUTE | {"depth": 2})],
     ids=str,
-)  # fmt: skip
+)
 def test_drafts_change_no_bit(engine, options):
     requests = mixed()
     expected, plain = run(engine, requests, drafts=False)
@@ -218,7 +222,7 @@ def test_drafts_change_no_bit(engine, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_an_exact_preemption_by_recompute_changes_no_bit(engine, depth):
     """Tokens of outputs are computed again as decode tokens, and those of prompts as tokens of prompts."""
     requests = mixed()

@@ -47,6 +47,7 @@ def test_preemption_swaps_and_forks_keep_the_numbers(fp8):
     assert fp8.engine.scheduler.num_swapped_blocks > 0
 
 
+@pytest.mark.deep
 def test_a_pool_of_16_bits_holds_half_the_bytes_of_float32(demo):
     with few_shapes():
         half = LLM(progress=False, num_gpu_blocks_override=64, kv_cache_dtype="float16", **SHAPES)

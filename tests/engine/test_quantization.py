@@ -321,7 +321,8 @@ def test_models_of_other_modules_compute_with_the_rounded_weights(case, quantiza
     assert jnp.abs(found - expected).max() < 1e-4 * jnp.abs(expected).max()
 
 
-@pytest.mark.parametrize("quantization", ["int4", pytest.param("int8", marks=pytest.mark.deep)])
+@pytest.mark.deep  # tests/models/test_moe.py and the test above compute with such experts
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_a_mixture_of_quantized_experts_is_served_as_its_numbers_say(quantization):
     model = model_of("qwen3-moe")
     quantized = quantize(model, quantization)
@@ -333,6 +334,7 @@ def test_a_mixture_of_quantized_experts_is_served_as_its_numbers_say(quantizatio
     assert found == expected
 
 
+@pytest.mark.deep
 def test_a_model_of_4_bits_with_chunks_prefixes_and_preemption(directory):
     """A small pool and long prompts change neither tokens nor logprobs."""
     prompts = [[*range(60), *([7 * i] * 3)] for i in range(5)]

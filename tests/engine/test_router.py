@@ -17,6 +17,7 @@ from jpaged.start.load import start_engine
 from jpaged.start.setup import on_further_devices, prepare
 from tests.serving import scripted
 from tests.serving.client import Client, do_nothing
+from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -230,9 +231,14 @@ def texts(demo) -> list[str]:
 
 
 async def test_two_engines_on_devices_of_their_own_equal_one(demo):
-    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=256, num_gpu_blocks_override=64)
+    limits = demo.engine.limits  # so that executables of the first device are there
+    config = EngineConfig(
+        max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len, num_gpu_blocks_override=512,
+    )  # fmt: skip
     setups = on_further_devices(prepare(config), 2)
-    engines = tuple(start_engine(each, progress=False) for each in setups)
+    with few_shapes():
+        engines = tuple(start_engine(each, progress=False) for each in setups)
     assert len({each.runner.placement.device for each in engines}) == 2
     async with Client(engines, setups[0].tokenizer, model_name="demo") as client:
         body = await client.complete(PROMPTS, max_tokens=16)

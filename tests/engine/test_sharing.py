@@ -97,7 +97,9 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("pool", ["room", pytest.param("recompute", marks=pytest.mark.deep), "swap"])
+@pytest.mark.parametrize(
+    "pool", [*(pytest.param(pool, marks=pytest.mark.deep) for pool in ("room", "recompute")), "swap"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_beam_search_equals_transformers(model, pool, runner_of):
     """Tokens and scores; where blocks are few, all searches run at once and preempt each other."""

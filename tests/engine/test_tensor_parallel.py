@@ -232,7 +232,13 @@ def collectives(hlo: str) -> collections.Counter[str]:
     return collections.Counter(re.findall(rf"= [^=]*? ({names})(?:-start)?\(", hlo))
 
 
-@pytest.mark.parametrize("bucket", [Bucket(8, 8, True), Bucket(64, 8, False)], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        pytest.param(Bucket(8, 8, True), id="decode"),
+        pytest.param(Bucket(64, 8, False), id="mixed", marks=pytest.mark.deep),
+    ],
+)
 @pytest.mark.parametrize(
     "name", [pytest.param("4 KV heads", marks=pytest.mark.deep), "2 KV heads, tied, biases, sinks"]
 )

@@ -31,27 +31,40 @@ class Subject(NamedTuple):
 
 
 def subject_of(case: Case, directory, *, seqs: int, tokens: int) -> Subject:
-    runner, tokenizer = runner_of(case, directory, seqs=seqs, tokens=tokens)
-    asked = mixed(runner.vocab_size, 64)
+    return subject_on(*runner_of(case, directory, seqs=seqs, tokens=tokens), 64, seqs=seqs, tokens=tokens)
+
+
+def subject_on(runner: ModelRunner, tokenizer: Tokenizer, count: int, *, seqs: int, tokens: int) -> Subject:
+    """Return the subject of so many requests on a runner."""
+    asked = mixed(runner.vocab_size, count)
     alone = run(runner, tokenizer, asked, Schedule(tokens, seqs, caches=False, overlaps=False), together=False)
     return Subject(runner, tokenizer, asked, alone.bits)
 
 
-SMALL = {"seqs": 8, "tokens": 128}  # few shapes, among them one for decode steps of one and of several sequences
+SMALL = {"seqs": 8, "tokens": 128}
+FEW = 32  # requests
+
+
+def small_subject(case: Case, directory) -> Subject:
+    """Return a subject of the usual tier: few requests, and few shapes, for decode steps of one and of 8 sequences."""
+    runner, tokenizer = runner_of(case, directory, **SMALL)
+    buckets = runner.shapes.buckets
+    buckets.keep([bucket for bucket in buckets.all if bucket.num_seqs in (1, 8)])
+    return subject_on(runner, tokenizer, FEW, **SMALL)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Subject:
-    return subject_of(Case("llama"), tmp_path_factory.mktemp("llama"), **SMALL)
+    return small_subject(Case("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def gemma3(tmp_path_factory) -> Subject:
     """A model with windows, whose layers form two groups."""
-    return subject_of(Case("gemma3"), tmp_path_factory.mktemp("gemma3"), **SMALL)
+    return small_subject(Case("gemma3"), tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="session")
 def qwen35(tmp_path_factory) -> Subject:
     """A model with recurrent layers."""
-    return subject_of(Case("qwen3.5"), tmp_path_factory.mktemp("qwen3.5"), **SMALL)
+    return small_subject(Case("qwen3.5"), tmp_path_factory.mktemp("qwen3.5"))

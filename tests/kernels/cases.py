@@ -174,7 +174,7 @@ DECODE = {
     "block 128, head dim 256, 16 heads on one": dict(
         contexts=[127, 128, 200], num_kv_heads=1, group=16, block_size=128, head_dim=256
     ),
-    "fp8, lse": dict(contexts=[0, 1, 130, 514], group=2, fp8=True, return_lse=True),
+    "fp8, lse, two splits": dict(contexts=[0, 1, 130, 514], group=2, fp8=True, return_lse=True),
     "window over a split's edge, capped": dict(
         contexts=[0, 4, 530, 600], num_kv_heads=1, group=4, window=70, soft_cap=2.0, return_lse=True
     ),

@@ -56,9 +56,19 @@ def test_any_block_size_and_group(block_size, group):
         batch.check(batch.run(op))
 
 
-@pytest.mark.parametrize("pool_dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("q_lens", [None, [1, 3, 150]], ids=["decode", "ragged"])
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+NARROW = [("cpu", None, "float16"), ("cpu", [1, 3, 150], "bfloat16"), ("reference", None, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "q_lens", "pool_dtype"),
+    [
+        pytest.param(
+            *case, id="-".join([case[0], "ragged" if case[1] else "decode", case[2]]),
+            marks=[] if case in NARROW else pytest.mark.deep,
+        )
+        for case in itertools.product(("cpu", "reference"), (None, [1, 3, 150]), ("float16", "bfloat16"))
+    ],
+)  # fmt: skip
 def test_narrow_pools_are_read_as_their_float32_numbers(name, q_lens, pool_dtype):
     """Keys are multiplied one half after the other or all at once, in one order or another: within rounding."""
     ops, options = (CPU if name == "cpu" else ops_of(reference)), dict(q_lens=q_lens, group=3, block_size=64)
@@ -90,12 +100,13 @@ def test_writes_round_to_narrow_pools(pool_dtype):
 FEW_FORMS = {name: FORMS[name] for name in ("float32", "fp8", "int4 in groups of 32")}
 
 
-# All forms on machines of 4 lanes are in the deep tier.
+# All forms are in the deep tier.
 @pytest.mark.parametrize(
     "lanes, registers, forms",
     [
-        pytest.param(8, 16, FORMS, id="AVX2"), pytest.param(4, 32, FEW_FORMS, id="NEON, few forms"),
-        pytest.param(4, 16, FEW_FORMS, id="SSE, few forms"),
+        pytest.param(8, 16, FEW_FORMS, id="AVX2, few forms"), pytest.param(4, 32, FEW_FORMS, id="NEON, few forms"),
+        pytest.param(4, 16, FEW_FORMS, id="SSE, few forms", marks=pytest.mark.deep),
+        pytest.param(8, 16, FORMS, id="AVX2", marks=pytest.mark.deep),
         pytest.param(4, 32, FORMS, id="NEON", marks=pytest.mark.deep),
         pytest.param(4, 16, FORMS, id="SSE", marks=pytest.mark.deep),
     ],

@@ -24,17 +24,23 @@ SLOW = {
     "block 128, head dim 256, 16 heads on one", "block 8, head dim 256, 16 heads on one", "block 128, float16",
     "block 32, 7 heads on one",
 }  # fmt: skip
-# test_triton.py has the options.
-SLOW_IN_TRITON = SLOW | {
-    "block 64, float16", "head dim 80", "padding only", "window, capped", "window over a split's edge, capped",
-    "head dim 256, window, capped", "peaked",
+# Their options come together in "sinks, window, capped, fp8". test_triton.py has the options, too.
+SINGLE = {
+    "fp8, lse", "fp8, lse, two splits", "sinks", "window, capped", "window over a split's edge, capped", "peaked",
+    "head dim 256, window, capped", "block 64, float16", "head dim 80",
 }  # fmt: skip
-SLOW_IN_MOSAIC = SLOW | {
-    "sinks, window, capped, fp8",
-    "block 8, head dim 128", "block 64, float16", "head dim 80", "padding only", "window, capped",
-    "head dim 256, window, capped", "peaked",
+SLOW_IN = {
+    REFERENCE: SLOW | SINGLE,
+    TRITON: SLOW | SINGLE | {"padding only"},
+    MOSAIC: SLOW | SINGLE - {"sinks", "fp8, lse"} | {
+        "block 8, head dim 128", "padding only", "sinks, window, capped, fp8", "block 16",
+    },
 }  # fmt: skip
-SLOW_IN = {TRITON: SLOW_IN_TRITON, MOSAIC: SLOW_IN_MOSAIC}
+# Each option of a write is in another case, too.
+FEW_WRITES = {
+    "one KV head, block 8, head dim 64", "block 128, head dim 256, float16", "fp8, rotated", "queries, fp8",
+    "queries, two thread blocks", "queries, head dim 80",
+}  # fmt: skip
 
 
 def examples(*tiers):
@@ -90,8 +96,17 @@ def test_ragged(kernels, case):
     batch.check(batch.run(kernels.ragged_paged_attention))
 
 
-@every
-@pytest.mark.parametrize("case", cases.WRITE.values(), ids=cases.WRITE.keys())
+@pytest.mark.parametrize(
+    ("kernels", "case"),
+    [
+        pytest.param(
+            kernels, case, id=f"{name}-{kernels.name}",
+            marks=[] if kernels is CPU or name in FEW_WRITES else [pytest.mark.deep],
+        )
+        for name, case in cases.WRITE.items()
+        for kernels in ALL
+    ],
+)  # fmt: skip
 def test_write(kernels, case):
     write = cases.make_write(**case)
     write.check(*kernels.write_kv(*write.args, **write.options))

@@ -1,5 +1,7 @@
 """The op of products: every form of a weight in every implementation, and planted faults."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,14 +35,17 @@ def assert_product(found: jax.Array, exact: np.ndarray, depth: int, dtype: str =
     assert (difference <= error_bound(exact, depth, dtype)).all(), difference.max()
 
 
-@pytest.mark.parametrize("implementation", OPS)
+USUAL_SHAPES = {"cpu": [(1, 50, 128), (15, 103, WHOLE + 128)], "reference": [(15, 103, WHOLE + 128)]}
+
+
 @every_form
 @pytest.mark.parametrize(
-    "rows, outputs, depth",
+    "implementation, rows, outputs, depth",
     [
-        pytest.param(*shape, depth, marks=[] if (shape, depth) in (((1, 50), 128), ((15, 103), WHOLE + 128)) else
-                     [pytest.mark.deep])
-        for shape in ((1, 50), (3, 6), (4, 48), (15, 103), (MANY, 97)) for depth in DEPTHS
+        pytest.param(
+            name, *shape, depth, marks=[] if (*shape, depth) in USUAL_SHAPES[name] else [pytest.mark.deep]
+        )
+        for name in OPS for shape in ((1, 50), (3, 6), (4, 48), (15, 103), (MANY, 97)) for depth in DEPTHS
     ],
 )  # fmt: skip
 def test_it_is_that_of_float64(name, implementation, rows, outputs, depth):
@@ -87,9 +92,20 @@ def test_few_rows_of_more_outputs_than_are_finished_at_once(name):
         np.testing.assert_array_equal(multiply(x_ti[:rows]), together[:rows])
 
 
-@pytest.mark.parametrize("implementation", OPS)
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# Each activation on a CPU once, with dtypes in turn.
+ACTIVATED = [
+    *(("cpu", activation, ("float32", "bfloat16")[i % 2]) for i, activation in enumerate([None, *ACTIVATIONS])),
+    ("reference", "silu", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    "implementation, activation, dtype",
+    [
+        pytest.param(*case, marks=[] if case in ACTIVATED else [pytest.mark.deep])
+        for case in itertools.product(OPS, [None, *ACTIVATIONS], ("float32", "bfloat16"))
+    ],
+)
 def test_bias_activation_and_gate(implementation, activation, dtype):
     x_ti = x_of(9, 64, dtype)
     gate, up = (weight_in(FORMS[name], 50, 64, bias=dtype) for name in ("int8", "int8"))

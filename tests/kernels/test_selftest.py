@@ -371,7 +371,22 @@ class TestMemory:
         assert statuses(results) == dict.fromkeys(TESTS, PASSED) and "run again at the next start" in caplog.text
 
 
-SLOW_FAULTS = ("last key missing", "a neighbour's context")  # of ops that others of the faults test
+# Others of the faults test their ops in the usual tier.
+DEEP_FAULTS = (
+    "last key missing", "a neighbour's context", "an old state", "no decay", "no bias", "gate and up exchanged",
+    "no activation", "another zero point",
+)  # fmt: skip
+EXPERT_FAULTS = {
+    "another expert's bias": lambda x, weight, up, **o: PRODUCT(
+        x, weight._replace(bias=jnp.roll(weight.bias, 1, 0)), up=up, **o
+    ),
+    "scales": lambda x, weight, up, **o: PRODUCT(x, weight._replace(scales=weight.scales + 1), up=up, **o),
+    "another output's bias": lambda x, weight, up, **o: PRODUCT(
+        x, weight, up=up._replace(bias=jnp.roll(up.bias, 1, 1)), **o
+    ),
+    "signs": lambda x, weight, up, **o: PRODUCT(x, weight._replace(values=weight.values ^ 8), up=up, **o),
+    "another activation": lambda x, weight, up, activation, **o: PRODUCT(x, weight, up=up, activation="silu", **o),
+}
 
 
 class TestTrials:
@@ -483,24 +498,24 @@ class TestTrials:
     }  # fmt: skip
 
     @pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[pytest.mark.deep] if name in SLOW_FAULTS else []) for name in WRONG]
+        "name", [pytest.param(name, marks=[pytest.mark.deep] if name in DEEP_FAULTS else []) for name in WRONG]
     )
     def test_a_fault_is_found(self, name):
         test, wrong = self.WRONG[name]
         case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs
         assert "wrong result" in case.error(types.SimpleNamespace(**{TESTS[test]: wrong}))
 
-    @pytest.mark.parametrize("wrong", [
-        lambda x, weight, up, **o: PRODUCT(x, weight._replace(bias=jnp.roll(weight.bias, 1, 0)), up=up, **o),
-        lambda x, weight, up, **o: PRODUCT(x, weight, up=up._replace(bias=jnp.roll(up.bias, 1, 1)), **o),
-        lambda x, weight, up, **o: PRODUCT(x, weight._replace(scales=weight.scales + 1), up=up, **o),
-        lambda x, weight, up, **o: PRODUCT(x, weight._replace(values=weight.values ^ 8), up=up, **o),
-        lambda x, weight, up, activation, **o: PRODUCT(x, weight, up=up, activation="silu", **o),
-    ], ids=["another expert's bias", "another output's bias", "scales", "signs", "another activation"])  # fmt: skip
-    def test_faults_of_experts_in_mxfp4_are_found(self, wrong):
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=[] if name in ("another expert's bias", "scales") else pytest.mark.deep)
+            for name in EXPERT_FAULTS
+        ],
+    )
+    def test_faults_of_experts_in_mxfp4_are_found(self, name):
         case = trial.make_trials(dataclasses.replace(SUBJECT, mxfp4=True))["product of experts"]()
         assert case.error(types.SimpleNamespace(product=PRODUCT)) is None
-        assert "wrong result" in case.error(types.SimpleNamespace(product=wrong))
+        assert "wrong result" in case.error(types.SimpleNamespace(product=EXPERT_FAULTS[name]))
 
     def test_ignored_sinks_are_found(self):
         case = trial.make_trials(dataclasses.replace(SUBJECT, sinks=True))["paged_decode_attention"]()

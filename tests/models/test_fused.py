@@ -43,6 +43,11 @@ def model_of(name: str, seed: int = 0, **sizes):
     return dummy_model(config, "float32", seed)
 
 
+def served_model(seed: int, **sizes):
+    """One layer with dense products and one with experts."""
+    return model_of(MOE, seed, num_hidden_layers=2, **sizes)
+
+
 def fused_copy(model, place=on_one_device):
     copied = nnx.merge(*nnx.split(model))
     fuse(copied, place)
@@ -63,7 +68,7 @@ def kinds(model) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fused_model_computes_the_same_logits(name):
-    model = model_of(name)
+    model = served_model(0) if name == MOE else model_of(name)
     fused = fused_copy(model)
     others = {"opt": [], MOE: ["experts", *LINEAR], SHARED: ["experts", *LINEAR]}
     assert kinds(fused) == others.get(name, LINEAR) and kinds(model) == []
@@ -85,7 +90,7 @@ def test_experts_with_biases_are_fused():
     assert np.abs(computed(fused) - computed(model)).max() > 1e-2
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=deep), "int4"])
+@pytest.mark.parametrize("quantization", [*(pytest.param(name, marks=deep) for name in ("int8", "fp8")), "int4"])
 def test_quantized_layers_are_fused_with_their_scales(quantization):
     model = quantize(model_of("qwen2", intermediate_size=96), quantization)
     fused = fused_copy(model)
@@ -99,7 +104,7 @@ def test_quantized_layers_are_fused_with_their_scales(quantization):
 
 @pytest.mark.parametrize("quantization", [pytest.param("int8", marks=deep), "int4"])
 def test_quantized_experts_stay_separate(quantization):
-    model = quantize(model_of(MOE, moe_intermediate_size=32, intermediate_size=96, head_dim=16), quantization)
+    model = quantize(served_model(0, moe_intermediate_size=32, intermediate_size=96, head_dim=16), quantization)
     fused = fused_copy(model)
     assert kinds(fused) == LINEAR
     np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
@@ -145,11 +150,6 @@ def test_on_several_devices_each_holds_rows_of_all_members(name, devices, expect
     rows = slice(len(gate) // devices, 2 * len(gate) // devices)
     np.testing.assert_array_equal(own, np.concatenate([gate[rows], up[rows]]))
     np.testing.assert_allclose(computed(fused), computed(model), rtol=0, atol=1e-5)
-
-
-def served_model(seed: int):
-    """One layer with dense products and one with experts."""
-    return model_of(MOE, seed, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_parameters_that_do_not_match_are_named(llm, expected):
 
 
 def test_joints_have_the_names_of_a_checkpoints_leaves():
-    model = model_of(MOE)
+    model = served_model(0)
     joints = joints_of(fused_copy(model))
     names = set(itertools.chain.from_iterable(joint.names for joint in joints.values()))
     assert names < set(by_name(model)) and len(names) == sum(len(joint.names) for joint in joints.values())

@@ -113,6 +113,7 @@ def test_logits_are_those_of_the_safetensors(case):
 
 
 WIDE = checkpoints.BASE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+DENSE = WIDE | {"num_hidden_layers": 1}
 MIXTURE = architectures.CASES["mixtral"] | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
@@ -127,7 +128,7 @@ STACKED = (Kind.BF16, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
             hf, kind, id=f"{name}-{kind.name}",
             marks=[pytest.mark.deep] if name == "experts" and kind not in STACKED else [],
         )
-        for name, hf in (("dense", WIDE), ("experts", MIXTURE))
+        for name, hf in (("dense", DENSE), ("experts", MIXTURE))
         for kind in (*FLOATS, *QUANTIZED)
     ],
 )  # fmt: skip
@@ -218,8 +219,7 @@ def weights(model) -> dict:
 ])  # fmt: skip
 def test_weights_have_forms_that_a_hopper_gpu_multiplies(kind, forms, tmp_path):
     """Rows are bfloat16; the embedding's 96 rows are no multiple of 64."""
-    hf = WIDE | {"num_hidden_layers": 1}
-    gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=kind)
+    gguf_models.write(tmp_path / "model.gguf", DENSE, write(tmp_path / "hf", DENSE), kind=kind)
     form = Form("bfloat16", keeps_groups=True, takes=partial(takes_weight, dtype="bfloat16"))
     model = load_gguf(tmp_path / "model.gguf", registry.read_config(tmp_path / "model.gguf"), form, progress=False)
     found = weights(model)
@@ -237,10 +237,9 @@ def test_scales_beyond_float16_are_float32(scale, tmp_path):
         written["embedding"] = gguf.dequantize(blocks, Kind.Q4_K)
         writer.add_tensor("token_embd.weight", blocks, raw_dtype=Kind.Q4_K)
 
-    hf = WIDE | {"num_hidden_layers": 1}
-    tensors = write(tmp_path / "hf", hf)
+    tensors = write(tmp_path / "hf", DENSE)
     del tensors["model.embed_tokens.weight"]
-    gguf_models.write(tmp_path / "model.gguf", hf, tensors, more=more)
+    gguf_models.write(tmp_path / "model.gguf", DENSE, tensors, more=more)
     config = registry.read_config(tmp_path / "model.gguf")
     model = load_gguf(tmp_path / "model.gguf", config, Form("float32", keeps_groups=True), progress=False)
     weight = weight_of(model.embed_tokens, "embedding")

@@ -65,8 +65,13 @@ class Multiples(nnx.Module):
         return x_md * jnp.repeat(factors, sizes_e, total_repeat_length=len(x_md))[:, None]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("top_k, normalizes", [(1, False), (2, False), (3, True), (E, False)])
+LIKELIEST = [(1, False, "float32"), (2, False, "bfloat16"), (3, True, "bfloat16"), (E, False, "float32")]
+OTHERS = [(1, False, "bfloat16"), (2, False, "float32"), (3, True, "float32"), (E, False, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    "top_k, normalizes, dtype", [*LIKELIEST, *(pytest.param(*other, marks=pytest.mark.deep) for other in OTHERS)]
+)
 def test_the_likeliest_experts_of_a_token_are_weighted_by_their_probabilities(top_k, normalizes, dtype):
     """These are of float32 whatever the weights are; only the result is rounded."""
     moe, x_td = mixture(dtype, top_k=top_k, normalizes=normalizes), jnp.asarray(normal(400, D), dtype)

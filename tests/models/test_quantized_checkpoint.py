@@ -43,7 +43,7 @@ FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "quantized.npz")
 NAMES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8-tensor", "compressed-tensors": "packed-4"}
 
 
-# A case of each form in which weights are kept is divided in the usual tier, the others in the deep one.
+# A case of each form in which weights are kept is divided and rounded again in the usual tier, the others in deep.
 FORMS = {str(kept): name for name, (*_, kept) in quantized.CASES.items()}
 DIVIDED = [pytest.param(name, marks=[] if name in FORMS.values() else pytest.mark.deep) for name in quantized.CASES]
 
@@ -405,6 +405,7 @@ def test_each_device_gets_its_part(case):
         np.testing.assert_array_equal(leaf, whole[name], err_msg=name)
 
 
+@pytest.mark.parametrize("case", DIVIDED, indirect=True)
 def test_quantization_rounds_other_numbers_again_and_keeps_its_own(case):
     directory, expected, kept = case
     for quantization, dtype in (("int8", "int8"), ("fp8", "float8_e4m3fn")):

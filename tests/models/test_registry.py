@@ -53,6 +53,7 @@ def test_it_is_served_and_generates_what_its_formulas_say(directory):
         np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.deep  # tests/rl/test_trainers.py serves modules and updates them, too
 def test_a_module_in_hand_is_served_and_its_parameters_updated(directory):
     config = registry.read_config(directory)
     assert isinstance(config, toy.ToyConfig) and config.sliding_window == 8

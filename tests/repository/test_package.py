@@ -96,6 +96,7 @@ def test_the_wheel_holds_the_packages_and_their_data_alone(wheel):
     assert wheel.stat().st_size < 4 * MIB
 
 
+@pytest.mark.deep
 def test_the_source_distribution_builds_the_same_wheel(tree, wheel, tmp_path):
     sdist = build("sdist", tree, tmp_path)
     with tarfile.open(sdist) as archive:
@@ -128,6 +129,7 @@ def test_the_installed_wheel_completes_and_serves(wheel, tmp_path):
             assert b"<html" in response.read()
 
 
+@pytest.mark.deep
 def test_the_kernels_are_a_distribution_of_their_own(tree, wheel, tmp_path):
     kernels = build("wheel", tree / "pallas_kernels", tmp_path)
     ours = contents(wheel)
@@ -146,6 +148,7 @@ print(kernels.name, o.shape, float(o.min()), float(o.max()))
     assert run(python, "-c", use, cwd=tmp_path) == "cpu (1, 2, 16) 2.0 2.0\n"
 
 
+@pytest.mark.deep
 def test_a_published_release_depends_on_the_kernels_and_links_to_its_repository(tree, wheel, tmp_path):
     shutil.copytree(tree, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
     repository = "https://example.org/owner/jpaged"

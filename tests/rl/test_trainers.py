@@ -154,7 +154,6 @@ TRAINERS = {
         lambda gpt: nnx.state(gpt, nnx.Param), 0.1,
     ),
 }  # fmt: skip
-DEEP = ("dropout", "bfloat16 computation")
 
 
 def token_logprobs(gpt, tokens_bw):
@@ -211,10 +210,8 @@ def mismatches_of(gpt, trained, source_of, worker) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["step counter", "float32 LoRA on bfloat16", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)],
-)
+@pytest.mark.deep  # test_exact_training.py trains beside an engine in the usual tier
+@pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainers_module_is_trained_beside_the_engine(page, name):
     make, trained, source_of, bound = TRAINERS[name]
     gpt = fsdp(make(partial(page["GPT"], page["config"], nnx.Rngs(0))), jax.devices()[:1])

@@ -148,7 +148,7 @@ def test_shapes_join_a_sleeping_engine_and_one_with_other_parameters(llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm_up", [True, False])
+@pytest.mark.parametrize("warm_up", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_a_setting_leaves_nothing_to_the_background(monkeypatch, warm_up):
     monkeypatch.setattr(runner, "Background", None)
     model = dummy_model(LLAMA, "float32", seed=0)

@@ -232,8 +232,8 @@ def test_kernels_may_want_a_wider_pool_than_the_model(llm, model, monkeypatch):
 
     wide = lambda *args, **shapes: dataclasses.replace(select(*args, **shapes), head_dim=96)
     monkeypatch.setattr(setup, "select", wide)
-    limits = dict(max_num_seqs=1, max_num_batched_tokens=16, num_gpu_blocks_override=20)
-    width, tokens = generated(LLM(model, block_size=8, progress=False, **limits))
+    with few_shapes():
+        width, tokens = generated(LLM(model, block_size=8, progress=False, num_gpu_blocks_override=20, **LIMITS))
     assert (width, generated(llm)) == (96, (64, tokens))
 
 

@@ -115,7 +115,11 @@ def marked(value, depth=3) -> bool:
     return False
 
 
-@pytest.mark.parametrize("victim", list(bodies("")))
+USUAL = ("completion", "streamed chat", "constrained", "calling chat")
+VICTIMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in bodies("")]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
 async def test_exception_in_any_function_ends_one_request_of_eight(loaded, victim):
     functions = {name: each for name, each in functions_of(MODULES).items() if name not in SHARED}
     async with Client(*loaded, tool_format=tools.FORMATS["hermes"]) as client:

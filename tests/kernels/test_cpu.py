@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import Weight, cpu, reference, select
 from pallas_kernels.cpu import attention, code, ffi
-from pallas_kernels.cpu.product import SEGMENT
+from pallas_kernels.cpu.tiles import SEGMENT
 from pallas_kernels.rows import product as product_by_rows
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of

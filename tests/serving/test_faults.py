@@ -26,17 +26,21 @@ from jpaged.serving import (
     serve,
     service,
     template_process,
-    tools,
+    tool_choice,
     turns,
 )  # fmt: skip
+from jpaged.serving.tool_parsers import calls, ids, json_call, parser, pieces, reader, schema
+from jpaged.serving.tool_parsers import format as call_format
+from jpaged.serving.tool_parsers import grammar as call_grammar
 from jpaged.structured import compiler, grammar, grammar_check
 from tests.serving.client import Client
 from tests.support.injection import Injected, functions_of, wrapped
 
 MODULES = [
     answer, async_engine, body_process, chat, codec, compiler, conversation, engine, errors, generate, grammar,
-    handlers, middleware, output, parse, prepare, protocol, serve, service, template_process, tokenizers, tools,
-    grammar_check, turns,
+    handlers, middleware, output, parse, prepare, protocol, serve, service, template_process, tokenizers,
+    grammar_check, tool_choice, turns,
+    call_format, call_grammar, calls, ids, json_call, parser, pieces, reader, schema,
 ]  # fmt: skip
 MARK = "victim"  # in the texts of one request
 # Functions that handle the requests of all clients, and none in particular.
@@ -122,7 +126,7 @@ VICTIMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) f
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_exception_in_any_function_ends_one_request_of_eight(loaded, victim):
     functions = {name: each for name, each in functions_of(MODULES).items() if name not in SHARED}
-    async with Client(*loaded, tool_format=tools.FORMATS["hermes"]) as client:
+    async with Client(*loaded, tool_format=call_format.FORMATS["hermes"]) as client:
         expected = await outcomes(client, victim)
         assert len(expected) == 8
         called: dict[str, None] = {}

@@ -168,16 +168,12 @@ class JsonList:
         if character != "[" and self.named is not None:
             yield from self.named.read(reader)
             return
-        yield from reader.expect("[")
-        while True:
-            yield from reader.space()
+
+        def item() -> Reading[None]:
             yield from OBJECT.read(reader)
             reader.take()
-            yield from reader.space()
-            if (yield from reader.peek()) == "]":
-                reader.at += 1
-                return
-            yield from reader.expect(",")
+
+        yield from reader.items(item)
 
     def head(self, function: Function) -> str:
         """Return the beginning of an item, or of a call in its place."""

@@ -106,6 +106,18 @@ class Pieces:
         self.at = start
         raise NotACall
 
+    def items(self, read: Callable[[], Reading[None]]) -> Reading[None]:
+        """Read a list in brackets that has items."""
+        yield from self.expect("[")
+        while True:
+            yield from self.space()
+            yield from read()
+            yield from self.space()
+            if (yield from self.peek()) == "]":
+                self.at += 1
+                return
+            yield from self.expect(",")
+
     def text_of(self, reading: Reading[None]) -> Reading[str]:
         """Return the text that some reading reads."""
         start = self.at

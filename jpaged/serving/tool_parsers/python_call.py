@@ -36,15 +36,7 @@ class PythonList:
 
     def read(self, reader: CallReader) -> Reading[None]:
         """Read a list. Each value is emitted as it comes."""
-        yield from reader.expect("[")
-        while True:
-            yield from reader.space()
-            yield from self._call(reader)
-            yield from reader.space()
-            if (yield from reader.peek()) == "]":
-                reader.at += 1
-                return
-            yield from reader.expect(",")
+        yield from reader.items(lambda: self._call(reader))
 
     def head(self, function: Function) -> str:
         """Return the name with the parenthesis behind it."""

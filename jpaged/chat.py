@@ -83,6 +83,8 @@ def render(
 ) -> str:
     """Return the text of a conversation.
 
+    A template that fails with the arguments of calls as objects gets them as JSON text, which DeepSeek's demand.
+
     Args:
         messages: in the form of the OpenAI API; content is text.
         tools: as in the OpenAI API; some templates do not print them.
@@ -104,12 +106,31 @@ def render(
         "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
     }  # fmt: skip
     faults: list[str] = []
-    for form in {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts)):
-        text, fault = _attempt(template.source, messages, options, form)
-        if fault is None:
-            return text
-        faults.append(fault)
+    forms = {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts))
+    for talk in _with_arguments(messages):
+        for form in forms:
+            text, fault = _attempt(template.source, talk, options, form)
+            if fault is None:
+                return text
+            faults.append(fault)
     raise ValueError(faults[0])
+
+
+def _with_arguments(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages and, if they differ, the messages with the arguments of calls as JSON text."""
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [{**message, **_text_arguments(message)} for message in messages]
+
+
+def _text_arguments(message: Message) -> Message:
+    """Return the calls of a message with their arguments as JSON text, or nothing if there are none."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {"tool_calls": calls} if calls else {}
 
 
 def _attempt(

@@ -13,7 +13,7 @@ from jpaged.chat import template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
-from jpaged.serving.codec import JsonObject, dumps, dumps_long
+from jpaged.serving.codec import dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
@@ -89,8 +89,8 @@ def prepare_chat(
             new_reasoning_parser = reasoning.new_parser(end)
             params = _behind_reasoning(reasoning, end, body, params, shown)
             shown.update(reasoning.tokens.values())
-        elif body.thinking_token_budget is not None:
-            raise invalid("thinking_token_budget", "no form of reasoning is known; set --reasoning-parser")
+        elif name := body.reasoning_option:
+            raise invalid(name, "no form of reasoning is known; set --reasoning-parser")
         name = service.adapter_of(body.model) or service.model_name
         answer = new_answer(name, service.vocabulary, body, prompt, new_parser, new_reasoning_parser)
         return Exchange(body, params, _bad_words(service, params), answer, frozenset(shown))
@@ -203,32 +203,13 @@ def render(service: Service, body: Conversation) -> list[int]:
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
-        try:
-            text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
-        except ValueError:
-            if (texts := _with_text_arguments(messages)) == messages:
-                raise
-            text, length = service.templates.render(template, texts, service.max_prompt_characters, **options)
+        text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
         service.check_length(length, "messages")
         return service.encoder.encode(text, stand_ins)
     except InvalidParameter:
         raise
     except ValueError as error:
         raise invalid("messages", str(error)) from error
-
-
-def _with_text_arguments(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return messages whose calls have their arguments as JSON text, as DeepSeek's templates demand."""
-    changed = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            texts = [each["arguments"] for each in functions]
-            texts = [text if isinstance(text, str) else dumps(text).decode() for text in texts]
-            named = [{"name": each["name"], "arguments": text} for each, text in zip(functions, texts)]
-            message = message | {"tool_calls": [call | {"function": each} for call, each in zip(calls, named)]}
-        changed.append(message)
-    return changed
 
 
 def _call_grammar(

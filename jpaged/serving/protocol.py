@@ -349,6 +349,13 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
         return must_call(self.tool_choice)
 
     @property
+    def reasoning_option(self) -> str | None:
+        """Name of a field that needs reasoning apart from the content; None: there is none."""
+        if self.thinking_token_budget is not None:
+            return "thinking_token_budget"
+        return "include_reasoning" if self.include_reasoning is False else None
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """Number of most likely tokens to list with each output token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None

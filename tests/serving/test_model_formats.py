@@ -203,8 +203,9 @@ async def test_budget_needs_reasoning_that_ends_with_one_token(scripted_client):
         assert "no token for '</think>'" in error["error"]["message"]
         assert error["error"]["param"] == "thinking_token_budget"
         await client.chat(say("Rome"), 400, thinking_token_budget=-1)
-    error = await scripted_client.chat(say("Rome"), 400, thinking_token_budget=5)
-    assert "set --reasoning-parser" in error["error"]["message"]
+    for field in ({"thinking_token_budget": 5}, {"include_reasoning": False}):
+        error = (await scripted_client.chat(say("Rome"), 400, **field))["error"]
+        assert "set --reasoning-parser" in error["message"] and error["param"] in field
 
 
 async def test_template_may_demand_arguments_as_text():
@@ -218,7 +219,7 @@ async def test_template_may_demand_arguments_as_text():
         body = {"messages": messages, "max_tokens": 20, "return_token_ids": True}
         answer = await client.post("/v1/chat/completions", body)
         prompt = client.service.tokenizer.backend_tokenizer.decode(answer["prompt_token_ids"])
-        assert prompt.endswith('CALLED {"city":"Rome"}')
+        assert prompt.endswith('CALLED {"city": "Rome"}')
 
 
 async def test_effort_switches_reasoning_on_and_off_in_the_template():

@@ -244,6 +244,13 @@ async def test_llama_text_with_tool_choice_auto_gives_content_and_calls(scripted
     await check_auto(scripted_llama_api, script, script if content is ... else content, calls)
 
 
+async def test_call_of_a_tool_that_is_not_allowed_is_content(scripted_api):
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    await check_auto(scripted_api, hermes(ROME), None, [ROME_CALL], tool_choice=choice)
+    await check_auto(scripted_api, hermes(NOON), hermes(NOON), [], tool_choice=choice)
+
+
 async def test_stream_has_arguments_in_pieces_and_no_tags(scripted_api):
     chunks = await check_auto(scripted_api, f"Let me see: {hermes(ROME, NOON)}", "Let me see:", [ROME_CALL, NOON_CALL])
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]

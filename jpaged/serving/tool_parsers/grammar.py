@@ -44,6 +44,11 @@ def any_text(tokens: Iterable[int], but: Sequence[str]) -> str:
     return f"start: (TEXT{marks})*\nTEXT: /(?s:.+)/ & {text_but(but)}\n"
 
 
+def answer_rule(schema: Any) -> str:
+    """Return the rule in Lark of `answer`, a JSON text that fits a schema."""
+    return f"answer: %json {json.dumps(sound_schema(schema) | {'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+
+
 class CallGrammar:
     """Grammars of the calls of some functions.
 
@@ -76,8 +81,7 @@ class CallGrammar:
 
     def with_answer(self, answer: Any) -> str:
         """Return a grammar of either calls or a JSON text that fits the schema `answer`."""
-        schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-        return self._grammar(f"start: {self._calls()} | answer\nanswer: %json {schema}")
+        return self._grammar(f"start: {self._calls()} | answer\n{answer_rule(answer)}")
 
     def lazy(self, but: Sequence[str]) -> str:
         """Return a grammar of any text; but once a call begins, it must be a valid one.

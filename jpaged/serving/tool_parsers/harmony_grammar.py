@@ -3,14 +3,12 @@
 Source: https://cookbook.openai.com/articles/openai-harmony
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Form
-from jpaged.serving.tool_parsers.grammar import CallGrammar, speller
-from jpaged.structured.sound import WHITE_SPACE, sound_schema
+from jpaged.serving.tool_parsers.grammar import CallGrammar, answer_rule, speller
 
 FINAL = "<|channel|>final<|message|>"
 BETWEEN = "<|end|><|start|>assistant"
@@ -38,8 +36,7 @@ class HarmonyGrammar(CallGrammar):
 
     def with_answer(self, answer: Any) -> str:
         """Return a grammar of a call, or of a final message in JSON that fits the schema `answer`."""
-        schema = json.dumps(sound_schema(answer) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-        return self._grammar(f"start: {self._call} | {self.spell(FINAL)} answer\nanswer: %json {schema}")
+        return self._grammar(f"start: {self._call} | {self.spell(FINAL)} answer\n{answer_rule(answer)}")
 
     def lazy(self, but: Sequence[str]) -> str:
         """Return a grammar of messages, of which the last may be a call."""

@@ -288,7 +288,10 @@ class EngineConfig:
         "tokens and more", low=1, high=256, power_of_two=True, unit="TOKENS",
     )  # fmt: skip
     enable_prefix_caching: bool = _memory(True, "reuse the KV blocks of prompts with a common prefix")
-    swap_space: float = _memory(4.0, "host memory for KV blocks of preempted requests, in GiB", low=0, unit="GIB")
+    swap_space: float = _memory(
+        4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most half "
+        "of the free memory is used", low=0, unit="GIB",
+    )  # fmt: skip
 
     max_num_seqs: int | None = _scheduling(
         None, "maximum sequences in a step", by=f"{CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs} on a GPU", low=1,

@@ -57,7 +57,7 @@ class Moves:
         runner.dispatch(StepPlan(admitted=(admitted,)))
 
     def swap_out(self) -> None:
-        self.runner.dispatch(StepPlan(swap_out=(tuple((block, block) for block in self.blocks),)))
+        self.runner.dispatch(StepPlan(swap_out=tuple((block, block) for block in self.blocks)))
         jax.block_until_ready([chunk.blocks for chunk in self.runner.blocks.host._chunks.values()])
 
     def swap_in(self) -> None:

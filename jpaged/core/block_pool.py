@@ -1,14 +1,12 @@
 """Pool of the KV blocks of one memory: reference counts, free blocks, and cached content of free blocks."""
 
-import bisect
-import itertools
-import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from jpaged.core.blocks import Block, FreeList, Node, Parent
 from jpaged.core.groups import Windows, held_windows, most_held
+from jpaged.core.prefix_tree import PrefixTree
 
 GONE = -1  # stands for a block that a sequence does not hold, because no later token sees it
 
@@ -31,8 +29,6 @@ class Match(NamedTuple):
     num_known: int = 0
 
 
-_tokens = operator.attrgetter("tokens")
-
 # Tokens from which on the common beginning of a block is shared, or half of a smaller block: a copy of the block must
 # precede the next write to it. On a CPU, a copy of 64 tokens takes as long as the computation of one.
 MIN_SHARED = 8
@@ -45,20 +41,19 @@ class BlockPool:
     can be given to any group. Recurrent layers have one state instead. A page holds the states of all these layers
     after some token; it is a block of another kind, whose number is at least `num_blocks`.
 
-    The prefix cache is a radix tree whose edges are the tokens of whole blocks (like SGLang's, arXiv:2312.07104, but
-    split at blocks). The number of a node is never reused: a path of nodes stands for one exact text. Tokens are
-    compared, not hashed, so a hit is never wrong. The children of a node are sorted by their tokens: the block with the
-    longest common beginning is found as fast as an equal one. A block that is only partly filled is a leaf. No child of
-    a node is the beginning of another one. A node holds a block of each group or none, and stays while it has a block
-    or children. A prefix is a hit if each group has the blocks that the next token sees, and, with recurrent layers,
-    its last node has the page of the state after it.
+    A prefix is a hit if each group has the blocks that the next token sees, and, with recurrent layers, its last node
+    has the page of the state after it.
 
     Args:
         windows: the window of each group.
         reach: maximum tokens of a sequence in the steps in flight.
         num_pages: pages for the states of recurrent layers; 0 for models without such layers.
+        copies_of: the pool on the device whose prefix cache the free blocks of this one, on the host, belong to, too.
 
     Attributes:
+        tree: the prefix cache.
+        on_evict: called with a cached block that is allocated for other content, while it is still cached.
+        arriving: blocks whose content is written before the next step, after the copies of blocks.
         windows: as `held_windows` gives them.
         epoch: number of times that all content was forgotten.
         min_shared: number of tokens from which on the common beginning of a block is shared.
@@ -68,7 +63,7 @@ class BlockPool:
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True,
-        windows: Windows = (None,), reach: int = 0, num_pages: int = 0,
+        windows: Windows = (None,), reach: int = 0, num_pages: int = 0, copies_of: "BlockPool | None" = None,
     ):  # fmt: skip
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
@@ -80,17 +75,20 @@ class BlockPool:
         self.has_windows = len(self._whole) < len(windows)
         self.min_shared = min(-(-block_size // 2), MIN_SHARED)
         self.epoch = 0
-        self._numbers = itertools.count()
+        self.is_copy = copies_of is not None
+        self.tree: PrefixTree = copies_of.tree if copies_of else PrefixTree(block_size, len(windows) + (num_pages > 0))
+        self.on_evict: Callable[[Block], None] | None = None
+        self.arriving: Collection[int] = ()
         self.clear()
 
     def clear(self) -> None:
         """Free every block, including those in use, and drop all content."""
         self.epoch += 1
+        self.tree.clear()
         self._free, self._free_pages = FreeList(), FreeList()
-        self._blocks = [Block(i, self._free) for i in range(self.num_blocks)]
-        self._blocks += [Block(self.num_blocks + i, self._free_pages) for i in range(self.num_pages)]
-        self._nodes: dict[int, Node] = {}
-        self._children: dict[Parent, list[Node]] = {}
+        numbers = range(self.num_blocks + self.num_pages)
+        lists = [self._free] * self.num_blocks + [self._free_pages] * self.num_pages
+        self._blocks = [Block(*each, is_copy=self.is_copy) for each in zip(numbers, lists, strict=True)]
         for block in self._blocks:
             block.free_list.add(block, last=True)
 
@@ -108,6 +106,10 @@ class BlockPool:
     def num_used(self) -> int:
         """Number of blocks of keys and values in use."""
         return self.num_blocks - self.num_free
+
+    def block(self, block_id: int) -> Block:
+        """Return the state of a block."""
+        return self._blocks[block_id]
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of tables that hold a block."""
@@ -148,7 +150,9 @@ class BlockPool:
         if not free.size:
             return None
         block = free.head
-        self._forget(block)
+        if self.on_evict is not None and block.node is not None:
+            self.on_evict(block)
+        self.tree.detach(block)
         free.remove(block)
         block.group, block.ref_count = group, 1
         return block.block_id
@@ -195,43 +199,39 @@ class BlockPool:
         The last block may match only in its first tokens, at least in `min_shared` of them, unless there are recurrent
         layers.
         """
-        parent: Parent = salt
+        path, num_tokens, num_known = self.longest(tokens, salt)
+        block_ids = [self._ids(path, group, num_tokens) for group in range(len(self.windows))]
+        page = path[-1].blocks[-1] if self.num_pages and path else None
+        nodes = [node.number for node in path[: num_tokens // self.block_size]]
+        return Match(block_ids, nodes, num_tokens, page.block_id if page else None, num_known)
+
+    def longest(self, tokens: Sequence[int], salt: str, *, copies: bool = False) -> tuple[list[Node], int, int]:
+        """Return the nodes of the longest hit, its tokens, and those of the longest text with keys and values.
+
+        Args:
+            copies: blocks on the host are as good as those on the device, and the last one must be whole.
+        """
         size, matched, path = self.block_size, 0, list[Node]()
         num_groups, has_pages = len(self.windows), self.num_pages > 0
         starts = [0] * num_groups  # of each group, the block after the last missing one
         lacks, num_nodes, num_tokens, num_known = False, 0, 0, 0  # of the longest hit
-        while siblings := self._children.get(parent):
-            wanted = tuple(tokens[matched : matched + size])
-            at = bisect.bisect_left(siblings, wanted, key=_tokens)
-            if len(wanted) == size and at < len(siblings) and siblings[at].tokens == wanted:
-                node, common = siblings[at], size
-            elif has_pages:
-                break
-            else:
-                # In sorted order, only the two neighbours of a text can have the most in common with it.
-                # Another one may be missed next to a text whose blocks are lost.
-                node = max(siblings[max(at - 1, 0) : at + 1], key=lambda near: common_length(near.tokens, wanted))
-                common = common_length(node.tokens, wanted)
-                if common < self.min_shared:
-                    break
+        for node, common in self.tree.walk(tokens, salt, None if has_pages or copies else self.min_shared):
+            if common < size and any(block.block_id in self.arriving for block in node.blocks if block):
+                break  # the next write would copy it
             path.append(node)
             matched += common
-            if None in node.blocks:
+            blocks = [here or there for here, there in zip(node.blocks, node.copies)] if copies else node.blocks
+            if None in blocks:
                 for group in range(num_groups):
-                    if node.blocks[group] is None:
+                    if blocks[group] is None:
                         lacks, starts[group] = True, len(path)
             if not lacks or all(start <= self.first_seen(group, matched) for group, start in enumerate(starts)):
                 num_known = matched if has_pages else 0
-                if not has_pages or node.blocks[-1] is not None:
+                if not has_pages or blocks[-1] is not None:
                     num_nodes, num_tokens = len(path), matched
-            if common < size or (lacks and any(starts[group] for group in self._whole)):
+            if lacks and any(starts[group] for group in self._whole):
                 break
-            parent = node.number
-        del path[num_nodes:]
-        block_ids = [self._ids(path, group, num_tokens) for group in range(num_groups)]
-        page = path[-1].blocks[-1] if has_pages and path else None
-        nodes = [node.number for node in path[: num_tokens // size]]
-        return Match(block_ids, nodes, num_tokens, page.block_id if page else None, num_known)
+        return path[:num_nodes], num_tokens, num_known
 
     def _ids(self, path: list[Node], group: int, position: int) -> list[int]:
         """Return the blocks of a group on a path of nodes, as far as the token at a position sees them."""
@@ -244,22 +244,22 @@ class BlockPool:
 
     def forget(self, block_id: int) -> None:
         """Remove a block from the prefix cache."""
-        self._forget(self._blocks[block_id])
+        self.tree.detach(self._blocks[block_id])
 
     def forget_node(self, number: int) -> None:
         """Remove all blocks of a node from the prefix cache."""
-        if node := self._nodes.get(number):
-            for block in [block for block in node.blocks if block]:
-                self._forget(block)
+        if node := self.tree.nodes.get(number):
+            for block in node.held:
+                self.tree.detach(block)
 
     def remember_page(self, page: int, number: int) -> None:
         """Add the page of the state after the text of a node to the prefix cache, unless the node has one."""
-        if node := self._nodes.get(number):
+        if node := self.tree.nodes.get(number):
             self._fill(node, [*[GONE] * len(self.windows), page])
 
     def forget_page(self, number: int) -> None:
         """Remove the page of a node from the prefix cache. If it is free, it is allocated next."""
-        if (node := self._nodes.get(number)) and (page := node.blocks[-1]):
+        if (node := self.tree.nodes.get(number)) and (page := node.blocks[-1]):
             self._drop(page)
 
     def reset_prefix_cache(self) -> None:
@@ -268,10 +268,7 @@ class BlockPool:
         Blocks computed by a sequence of an earlier epoch must not be remembered in this one.
         """
         self.epoch += 1
-        self._nodes.clear()
-        self._children.clear()
-        for block in self._blocks:
-            block.node = None
+        self.tree.clear()
 
     def check_invariants(self, tables: Iterable[Sequence[Sequence[int]]] | None = None) -> None:
         """Recompute everything from scratch and compare, with the reference counts if all tables are given.
@@ -293,7 +290,7 @@ class BlockPool:
             assert block.ref_count >= 0, f"block {block.block_id} has {block.ref_count} references"
         unheld = {block.block_id for block in self._blocks if block.ref_count == 0}
         assert unheld == set(free), f"unheld but not free, or the reverse: {unheld ^ set(free)}"
-        self._check_cache()
+        self.tree.check_invariants(self._blocks, copies=self.is_copy, shortest=self.min_shared)
         if tables is not None:
             of_groups = [
                 (block_id, group) for table in tables for group, ids in enumerate(table) for block_id in ids
@@ -305,41 +302,14 @@ class BlockPool:
             for block_id, group in of_groups:
                 assert self._blocks[block_id].group == group, f"block {block_id} is held in group {group}"
 
-    def _check_cache(self) -> None:
-        nodes = [node for siblings in self._children.values() for node in siblings]
-        assert {node.number: node for node in nodes} == self._nodes, "lost in the cache"
-        cached = {block.block_id for block in self._blocks if block.node is not None}
-        assert cached == {block.block_id for node in nodes for block in node.blocks if block}, "lost in the cache"
-        for parent, siblings in self._children.items():
-            texts = [node.tokens for node in siblings]
-            assert texts and texts == sorted(set(texts)), f"the children of {parent!r} are out of order"
-            repeated = any(common_length(a, b) == len(a) for a, b in itertools.pairwise(texts))
-            assert not repeated, f"a child of {parent!r} is the beginning of the next: {texts}"
-            assert all(node.parent == parent for node in siblings), f"a child of {parent!r} has another parent"
-        for node in nodes:
-            for group, block in enumerate(node.blocks):
-                assert block is None or (block.node, block.group) == (node, group), f"{block.block_id} is misplaced"
-            assert any(node.blocks) or node.number in self._children, f"the node {node.number} holds nothing"
-            if len(node.tokens) < self.block_size:
-                assert len(node.tokens) >= self.min_shared, f"the node {node.number} offers {len(node.tokens)} tokens"
-                assert node.number not in self._children, f"the node {node.number} is not full and has children"
-
     def _remember(self, block_ids: Sequence[int], parent: Parent, tokens: tuple[int, ...]) -> int:
         """Return the node that offers some tokens under a parent, with the given blocks where it had none."""
-        siblings = self._children.setdefault(parent, [])
-        at = bisect.bisect_left(siblings, tokens, key=_tokens)
-        if at < len(siblings) and siblings[at].tokens[: len(tokens)] == tokens:
-            node = siblings[at]
-            if len(node.tokens) == len(tokens):
-                self._fill(node, block_ids)
-            return node.number
-        node = Node(next(self._numbers), parent, tokens, len(self.windows) + (self.num_pages > 0))
-        self._nodes[node.number] = node
-        siblings.insert(at, node)
-        self._fill(node, block_ids)
-        # The beginning of these tokens, of which no more than one is cached, comes directly before them.
-        if at and tokens[: len(siblings[at - 1].tokens)] == siblings[at - 1].tokens:
-            self._replace(siblings[at - 1])
+        node, replaced = self.tree.add(parent, tokens)
+        if len(node.tokens) == len(tokens):
+            self._fill(node, block_ids)
+        if replaced:
+            for block in replaced.held:
+                self._drop(block)
         return node.number
 
     def _fill(self, node: Node, block_ids: Sequence[int]) -> None:
@@ -348,38 +318,11 @@ class BlockPool:
             if block_id != GONE and node.blocks[group] is None:
                 block = self._blocks[block_id]
                 assert block.ref_count > 0, f"block {block_id} is remembered while no table holds it"
-                assert block.node is None, f"block {block_id} was written while the prefix cache offered it"
-                node.blocks[group], block.node = block, node
-
-    def _replace(self, node: Node) -> None:
-        """Forget a node whose text another one offers."""
-        for block in [block for block in node.blocks if block]:
-            self._drop(block)
+                self.tree.attach(node, block)
 
     def _drop(self, block: Block) -> None:
         """Forget a block. If it is free, it is allocated next."""
-        self._forget(block)
+        self.tree.detach(block)
         if block.ref_count == 0:
             block.free_list.remove(block)
             block.free_list.add(block, last=False)
-
-    def _forget(self, block: Block) -> None:
-        if block.node is None:
-            return
-        node, block.node = block.node, None
-        node.blocks[block.group] = None
-        while not (any(node.blocks) or node.number in self._children):
-            siblings = self._children[node.parent]
-            del siblings[bisect.bisect_left(siblings, node.tokens, key=_tokens)]
-            del self._nodes[node.number]
-            if siblings:
-                break
-            del self._children[node.parent]
-            if not isinstance(node.parent, int) or node.parent not in self._nodes:
-                break
-            node = self._nodes[node.parent]
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix of two texts, in tokens."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

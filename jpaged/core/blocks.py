@@ -46,13 +46,13 @@ class Block:
     """State of a block.
 
     It has a place in the `free_list` of its kind while `ref_count` is 0, and in the prefix cache while it has a `node`.
-    It belongs to a group from its allocation on.
+    It belongs to a group from its allocation on. `is_copy`: it is on the host.
     """
 
-    __slots__ = ("block_id", "free_list", "group", "next", "node", "previous", "ref_count")
+    __slots__ = ("block_id", "free_list", "group", "is_copy", "next", "node", "previous", "ref_count")
 
-    def __init__(self, block_id: int, free_list: FreeList):
-        self.block_id, self.free_list = block_id, free_list
+    def __init__(self, block_id: int, free_list: FreeList, *, is_copy: bool = False):
+        self.block_id, self.free_list, self.is_copy = block_id, free_list, is_copy
         self.group = self.ref_count = 0
         self.node: Node | None = None
         self.previous: Block = self
@@ -60,10 +60,25 @@ class Block:
 
 
 class Node:
-    """Text of a block in the prefix cache, with the block of each group that holds it, or None."""
+    """Text of a block in the prefix cache, with the block of each group that holds it, or None.
 
-    __slots__ = ("blocks", "number", "parent", "tokens")
+    Attributes:
+        blocks: those on the device; with recurrent layers, the page of the state after the text is the last one.
+        copies: likewise, those on the host.
+    """
 
-    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_groups: int):
+    __slots__ = ("blocks", "copies", "number", "parent", "tokens")
+
+    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_kinds: int):
         self.number, self.parent, self.tokens = number, parent, tokens
-        self.blocks: list[Block | None] = [None] * num_groups
+        self.blocks: list[Block | None] = [None] * num_kinds
+        self.copies: list[Block | None] = [None] * num_kinds
+
+    @property
+    def held(self) -> list[Block]:
+        """All blocks that hold the text."""
+        return [block for block in (*self.blocks, *self.copies) if block]
+
+    def of(self, *, copies: bool) -> list[Block | None]:
+        """Return the blocks of one memory."""
+        return self.copies if copies else self.blocks

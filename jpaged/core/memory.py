@@ -1,13 +1,16 @@
 """Memory of all sequences: KV blocks and states on the device and on the host, and the rows of running sequences."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
-from jpaged.core.block_pool import BlockPool, common_length
+from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
 from jpaged.core.blocks import Parent
+from jpaged.core.host_tier import HostTier
 from jpaged.core.pages import STATE_EVERY
 from jpaged.core.plan import Pairs
+from jpaged.core.prefix_tree import common_length
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.rows import Rows
 
@@ -25,6 +28,7 @@ class Memory:
         num_adapters: number of slots for adapters.
 
     Attributes:
+        tier: moves of cached blocks to the host and back; None if the pool on the host keeps no copies.
         leaving: ended sequences whose row and blocks a step in flight may still write.
     """
 
@@ -35,6 +39,8 @@ class Memory:
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows, num_adapters)
         self.preemption, self.swap_costs, self.exact = preemption, swap_costs, exact
         self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
+        keeps_copies = host_pool is not None and host_pool.is_copy
+        self.tier = HostTier(pool, host_pool, swap_costs[0]) if host_pool and keeps_copies else None
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
@@ -45,6 +51,8 @@ class Memory:
         for pool in (self.pool, self.host_pool):
             if pool is not None:
                 pool.clear()
+        if self.tier:
+            self.tier.clear()
         self.rows.clear()
         self.leaving.clear()
         for request in requests:
@@ -126,14 +134,48 @@ class Memory:
         """Return the number of blocks that a request holds."""
         return len({block_id for sequence in request.live for block_id in sequence.table.held})
 
+    def restore(self, request: Request, reserved: int, budget: int, *, alone: bool) -> int | None:
+        """Move the cached prefix of a waiting request from the host, if that costs less than its computation.
+
+        Args:
+            reserved: free blocks that are not available to it.
+            budget: tokens that the moves may cost.
+            alone: no other request waits for this step, so that the moves may cost more.
+
+        Returns:
+            The cost in tokens; None: a part has moved, and the others should move before the request starts.
+        """
+        if self.tier is None or len(request.live) > 1 or self._lacks_samples(request):
+            return 0
+        (sequence,), pool = request.live, self.pool
+        tokens, salt = sequence.tokens[: sequence.num_tokens - 1], request.cache_salt
+        if (found := self.tier.find(tokens, salt)) is None:
+            return 0
+        cost = self.tier.cost_of(len(found.missing))
+        if cost >= found.num_tokens - pool.match(tokens, salt).num_tokens:
+            return 0
+        blocks = [block for node in found.path for block in node.blocks[: len(pool.windows)] if block]
+        wanted = pool.most_blocks(-(-sequence.num_tokens // pool.block_size))
+        if wanted - sum(block.ref_count > 0 for block in blocks) + reserved > pool.num_free:
+            return 0
+        if cost <= budget or alone:
+            self.tier.load(found, len(found.missing))
+            return math.ceil(cost)
+        self.tier.load(found, self.tier.most(budget))
+        return None
+
+    def _lacks_samples(self, request: Request) -> bool:
+        """Return whether logprobs of the prompt are wanted, which cached tokens do not give."""
+        num_wanted = 0 if request.params.prompt_logprobs is None else len(request.prompt_token_ids) - 1
+        return len(request.prompt_samples) < num_wanted
+
     def share_prefixes(self, request: Request) -> None:
         """Start each sequence of a waiting request with its blocks in the prefix cache.
 
         A sequence that has more in common with another one of the request waits for that one instead.
         """
         before: Sequence | None = None
-        num_wanted = 0 if request.params.prompt_logprobs is None else len(request.prompt_token_ids) - 1
-        lacks = len(request.prompt_samples) < num_wanted  # logprobs of the prompt, which cached tokens do not give
+        lacks = self._lacks_samples(request)
         # In sorted order, no sequence has more in common with a sequence than the one before it.
         for sequence in sorted(request.live, key=lambda s: s.tokens):
             sequence.epoch = self.pool.epoch

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jpaged.config import Speculation
-from jpaged.core.block_pool import BlockPool, common_length
+from jpaged.core.block_pool import BlockPool
 from jpaged.core.drafts import NOTHING, Found
+from jpaged.core.prefix_tree import common_length
 
 MAX_TOKENS = 2**18  # of past outputs
 INDEXED_AT_ONCE = 256  # tokens: the index of a long output grows in several searches

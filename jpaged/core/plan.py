@@ -93,8 +93,9 @@ class StepPlan:
     last sample, which stays on the device.
 
     Attributes:
-        swap_out: for each request that is swapped out, its blocks and their places on the host, then its pages: -1 - p
-            stands for page p.
+        swap_out: blocks of preempted requests, and evicted ones of the prefix cache, with their places on the host;
+            -1 - p stands for page p.
+        swap_in: likewise, places on the host with the blocks to which they are copied.
         row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.
@@ -107,7 +108,7 @@ class StepPlan:
     """
 
     rows: tuple[Scheduled, ...] = ()
-    swap_out: tuple[Pairs, ...] = ()
+    swap_out: Pairs = ()
     block_copies: Pairs = ()
     swap_in: Pairs = ()
     released_rows: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ from jpaged.config import DRAFTING_SEQS
 from jpaged.core.block_table import BlockTable, Copies, append, move, page_shortage, shortage
 from jpaged.core.branches import next_counts
 from jpaged.core.memory import Memory
-from jpaged.core.plan import Pairs, Scheduled, StepPlan
+from jpaged.core.plan import Scheduled, StepPlan
 from jpaged.core.queue import Queues
 from jpaged.core.request import Request, Sequence
 
@@ -50,7 +50,7 @@ class PlannedStep:
     sequences: list[Sequence] = field(default_factory=list)
     unsteady: list[Request] = field(default_factory=list)
     further_branches: int = 0
-    swap_out: list[Pairs] = field(default_factory=list)
+    swap_out: Copies = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
     masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
@@ -61,6 +61,10 @@ class PlannedStep:
 
     def complete(self) -> StepPlan | None:
         """Return the plan, with all differences of rows since the last one; None if there is nothing to do."""
+        if tier := self.memory.tier:
+            moves = tier.take()
+            self.swap_out += moves.out
+            self.swap_in += moves.back
         if not (self.rows or self.swap_out or self.swap_in):
             return None
         self.plan = StepPlan(
@@ -109,13 +113,15 @@ class PlannedStep:
         """Take all blocks of the last running request. It waits, in its place, to be swapped in or recomputed."""
         request = self.at = self.order.pop()
         moves = self.memory.evict(request)
-        if moves:
-            self.swap_out.append(moves)
+        self.swap_out += moves
         self.queues.preempt(request)
         self.preempted.append((request, bool(moves)))
 
     def resume(self, request: Request) -> None:
         """Move the blocks of a swapped request back from the host, before the tokens of the step."""
+        if tier := self.memory.tier:  # no move of this step may overwrite them
+            tables = [sequence.table for sequence in request.live]
+            tier.hold({*(i for table in tables for i in table.held), *(p for table in tables for _, p in table.pages)})
         self.swap_in += move([sequence.table for sequence in request.live], self.memory.pool)
         self.resumed[request] = [(sequence, sequence.num_computed_tokens) for sequence in request.live]
 

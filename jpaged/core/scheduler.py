@@ -246,7 +246,7 @@ class Scheduler:
             raise RequestFault(step.at) from error
         finally:
             self.num_preemptions += len(step.preempted)
-            self.num_swapped_blocks += sum(map(len, step.swap_out))
+            self.num_swapped_blocks += len(step.swap_out)
         self._must_drain = step.must_drain
         plan = step.complete()
         if plan is not None:
@@ -293,10 +293,13 @@ class Scheduler:
             num_seats += request.seats
             if num_seats + step.num_further > self.limits.max_num_seqs:
                 break
-            if not (step.has_pages(request) and self._admit(request, reserved + growth, step)):
+            if not step.has_pages(request):
                 break
-            count = 0
-            if request not in step.resumed:
+            moved = self._admit(request, reserved + growth, budget, step)
+            if moved is None:
+                break
+            budget, count = max(0, budget - moved), 0
+            if budget and request not in step.resumed:
                 count = step.schedule(request, min(budget, shares.room(request)) if shares else budget)
                 budget -= count
             reserved += step.lack([request])
@@ -310,17 +313,23 @@ class Scheduler:
             return shares.next_waiting()
         return self._passing.next(self.waiting, self.rows.adapters) if self.waiting else None
 
-    def _admit(self, request: Request, reserved: int, step: PlannedStep) -> bool:
-        """Let a waiting request run if all its tokens fit, in addition to its swapped or cached blocks."""
+    def _admit(self, request: Request, reserved: int, budget: int, step: PlannedStep) -> int | None:
+        """Let a waiting request run if all its tokens fit, in addition to its swapped or cached blocks.
+
+        Returns:
+            The cost of moving its prefix from the host, in tokens; None: it still waits.
+        """
+        moved: int | None = 0
         if num_swapped := self.memory.num_held(request):
             if num_swapped + step.lack([request]) + reserved > self.pool.num_free:
-                return False
+                return None
             step.resume(request)
         else:
-            if not self._find_room(request, reserved):
+            moved = self.memory.restore(request, reserved, budget, alone=not step.rows)
+            if moved is None or not self._find_room(request, reserved):
                 for sequence in request.live:
                     sequence.free()
-                return False
+                return None
             if not request.admitted:
                 (first,) = request.live
                 first.num_cached_tokens = first.num_computed_tokens
@@ -329,7 +338,7 @@ class Scheduler:
         self._passing.admit(request)
         step.admit(request)
         self._turns.start(request.rank[1])
-        return True
+        return moved
 
     def _find_room(self, request: Request, reserved: int) -> bool:
         """Take the cached blocks of a waiting request; return whether there is room for its other tokens, too."""

@@ -123,6 +123,8 @@ class EngineStats(NamedTuple):
 
     Attributes:
         num_groups: groups of layers; a block holds the tokens of one of them.
+        num_host_blocks: evicted blocks of the prefix cache on the host, at present.
+        num_evicted, num_returned: blocks that went to the host when they were evicted, and that returned.
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
         num_drafted: times that a sequence had drafts in a step.
@@ -142,6 +144,9 @@ class EngineStats(NamedTuple):
     num_drafts: int = 0
     num_kept: int = 0
     num_groups: int = 1
+    num_host_blocks: int = 0
+    num_evicted: int = 0
+    num_returned: int = 0
 
 
 class Placing(TypedDict, total=False):
@@ -237,13 +242,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return numbers; any thread may call it at any time."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, tier = self.scheduler, self.scheduler.pool, self.scheduler.memory.tier
         return EngineStats(
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used, block_size=pool.block_size, num_preemptions=scheduler.num_preemptions,
             num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits, num_drafted=scheduler.num_drafted, num_drafts=scheduler.num_drafts,
             num_kept=scheduler.num_kept, num_groups=len(pool.windows),
+            num_host_blocks=pool.tree.num_copies, num_evicted=tier.num_out if tier else 0,
+            num_returned=tier.num_back if tier else 0,
         )  # fmt: skip
 
     @property

@@ -143,9 +143,7 @@ def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     _check("rows", plan.rows, limits.max_num_decodes, (rows, length, length + 1, rows + 1))
     _check("drafts", plan.drafts, limits.max_num_drafts, (len(plan.rows), tokens))
     _check_length("pages", plan.pages, 0)  # models with recurrent layers run on one device
-    _check_length("swap_out", plan.swap_out, rows)
-    for pairs in plan.swap_out:
-        _check("swap_out", pairs, host, (blocks, host))
+    _check("swap_out", plan.swap_out, host, (blocks, host))
     _check("block_copies", plan.block_copies, rows * groups, (blocks, blocks))
     _check("swap_in", plan.swap_in, host, (host, blocks))
     _check_series("released_rows", plan.released_rows, rows, rows)

@@ -12,7 +12,7 @@ from jpaged.core.plan import Pairs, StepPlan
 from jpaged.runtime.kv_cache import KVCache, Pool, gather, scatter
 from jpaged.runtime.placement import Placement, form_of, padded, usable
 from jpaged.runtime.states import gather_pages, scatter_pages
-from jpaged.runtime.swap import TRANSFERS, HostBlocks
+from jpaged.runtime.swap import HostBlocks
 
 
 class BlockStore:
@@ -28,7 +28,7 @@ class BlockStore:
         num_host_blocks: room on the host; 0: no swapping.
         num_pages, num_host_pages: pages of states, on the device and on the host.
         pool: the keys and values, and the states, of each layer.
-        host: blocks of preempted requests, in the memory of the host.
+        host: blocks of preempted requests and copies of evicted ones, in the memory of the host.
         host_pages: their pages.
     """
 
@@ -38,8 +38,8 @@ class BlockStore:
         self._sized_by = ""
         self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)
         self.pool: Pool = []
-        self.host = HostBlocks(placement, gather, scatter)
-        self.host_pages = HostBlocks(placement, gather_pages, scatter_pages)
+        self.host = HostBlocks(placement, gather, scatter, self.block_bytes)
+        self.host_pages = HostBlocks(placement, gather_pages, scatter_pages, cache.states.page_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -89,8 +89,8 @@ class BlockStore:
 
         The order is: to the host, copies, from the host. So no block is overwritten before it is read.
         """
-        for moved in plan.swap_out:
-            self._swap_out(moved)
+        if plan.swap_out:
+            self._swap_out(plan.swap_out)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         if plan.swap_in:
@@ -115,7 +115,7 @@ class BlockStore:
         """Compile every move, without moving a block. `swaps`: those to the host and back, too."""
         for size in self.copy_sizes:
             self._copy_blocks([(-1, -1)] * size)
-        for size in TRANSFERS if swaps and self.num_host_blocks else ():
+        for size in self.host.transfers if swaps and self.num_host_blocks else ():
             self.swap_round_trip(size)
         if swaps and self.num_host_pages:
             self._swap_out(((-1, -1),))
@@ -133,6 +133,7 @@ class BlockStore:
         """Move block 0 to the host and back `count` times, which leaves it unchanged. The pool must not be in use."""
         self._swap_out(tuple((0, i) for i in range(count)))
         self._swap_in(tuple((i, 0) for i in range(count)))
+        self.host.clear()
         return self.pool
 
     def drop(self) -> None:

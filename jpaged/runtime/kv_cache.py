@@ -158,16 +158,16 @@ class KVCache:
         return pool[:count], pool[count:]
 
 
-def gather(pool: Pool, sources_c: jax.Array) -> jax.Array:
-    """Return blocks [A, C, K, B, H] of a pool of A arrays."""
-    return jnp.stack([array[sources_c] for array in pool])
+def gather(pool: Pool, sources_c: jax.Array) -> list[jax.Array]:
+    """Return C blocks of a pool of A arrays, each [A, K, B, H]."""
+    return list(jnp.stack([array[sources_c] for array in pool], axis=1))
 
 
-def scatter(pool: Pool, blocks: jax.Array, destinations_c: jax.Array) -> Pool:
-    """Return a pool with blocks [A, C, K, B, H] at the destinations; destination -1 writes nothing."""
+def scatter(pool: Pool, blocks: list[jax.Array], destinations_c: jax.Array) -> Pool:
+    """Return a pool with C blocks, each [A, K, B, H], at the destinations; destination -1 writes nothing."""
     # A negative index would be the last block; one past the end is dropped.
     at_c = jnp.where(destinations_c < 0, pool[0].shape[0], destinations_c)
-    return [array.at[at_c].set(block, mode="drop") for array, block in zip(pool, blocks, strict=True)]
+    return [array.at[at_c].set(each, mode="drop") for array, each in zip(pool, jnp.stack(blocks, axis=1), strict=True)]
 
 
 @functools.cache  # a pool that is allocated again compiles nothing

@@ -87,13 +87,8 @@ class Placement:
 
     @cached_property
     def pool(self) -> NamedSharding:
-        """Sharding of the arrays of a KV pool, [P, K, B, H]."""
+        """Sharding of the arrays of a KV pool, [P, K, B, H], and of a block that is moved, [2L, K, B, H]."""
         return NamedSharding(self.mesh, P(None, KV))
-
-    @cached_property
-    def blocks(self) -> NamedSharding:
-        """Sharding of blocks that are moved, [2L, C, K, B, H]."""
-        return NamedSharding(self.mesh, P(None, None, KV))
 
     def of(self, variable: nnx.Variable[Any]) -> NamedSharding:
         """Return the sharding of a parameter, by the names of its axes."""

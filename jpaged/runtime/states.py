@@ -67,14 +67,14 @@ def chains_of(batch: Batch) -> Chains:
     return Chains(batch.cu_q_lens, batch.reads, batch.writes)
 
 
-def gather_pages(states: States, sources_c: jax.Array) -> jax.Array:
-    """Return pages [1, C, F] of all arrays, F numbers each."""
-    return jnp.concatenate([array[sources_c].reshape(len(sources_c), -1) for array in states], axis=1)[None]
+def gather_pages(states: States, sources_c: jax.Array) -> list[jax.Array]:
+    """Return C pages of all arrays, each [1, F]."""
+    return list(jnp.concatenate([array[sources_c].reshape(len(sources_c), -1) for array in states], axis=1)[:, None])
 
 
-def scatter_pages(states: States, pages: jax.Array, destinations_c: jax.Array) -> States:
-    """Return states with pages [1, C, F] at the destinations; destination -1 writes nothing."""
+def scatter_pages(states: States, pages: list[jax.Array], destinations_c: jax.Array) -> States:
+    """Return states with C pages, each [1, F], at the destinations; destination -1 writes nothing."""
     ends = [math.prod(array.shape[1:]) for array in states]
-    parts = jnp.split(pages[0], [sum(ends[: i + 1]) for i in range(len(ends) - 1)], axis=1)
+    parts = jnp.split(jnp.concatenate(pages), [sum(ends[: i + 1]) for i in range(len(ends) - 1)], axis=1)
     at_c = jnp.where(destinations_c < 0, len(states[0]), destinations_c)
     return [array.at[at_c].set(part.reshape(-1, *array.shape[1:]), mode="drop") for array, part in zip(states, parts)]

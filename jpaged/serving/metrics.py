@@ -50,10 +50,13 @@ GAUGES: dict[str, Number] = {
     "num_requests_running": ("Running requests", lambda s: s.num_running),
     "num_requests_waiting": ("Waiting requests", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("Share of the KV blocks in use, from 0 to 1", lambda s: s.num_used_blocks / s.num_blocks),
+    "prefix_cache_host_blocks": ("Cached KV blocks on the host", lambda s: s.num_host_blocks),
 }
 TOTALS: dict[str, Number] = {
     "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
     "num_swapped_blocks": ("KV blocks swapped to the host", lambda s: s.num_swapped_blocks),
+    "prefix_cache_evicted_blocks": ("Cached KV blocks moved to the host when evicted", lambda s: s.num_evicted),
+    "prefix_cache_returned_blocks": ("Cached KV blocks moved back from the host", lambda s: s.num_returned),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     "spec_decode_num_drafts": ("Sequences of steps with draft tokens", lambda s: s.num_drafted),

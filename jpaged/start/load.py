@@ -124,7 +124,13 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
     pool = make(measured.num_blocks, num_pages=measured.num_pages, enable_prefix_caching=config.enable_prefix_caching)
     host_pool = None
     if measured.num_host_blocks:
-        host_pool = make(measured.num_host_blocks, num_pages=measured.num_host_pages, enable_prefix_caching=False)
+        copies_of = pool if config.enable_prefix_caching else None
+        host_pool = make(
+            measured.num_host_blocks,
+            num_pages=measured.num_host_pages,
+            enable_prefix_caching=False,
+            copies_of=copies_of,
+        )
     return Scheduler(
         pool, limits, vocab_size=setup.resolved.model.vocab_size, eos_token_ids=eos, host_pool=host_pool,
         policy=config.scheduling_policy, preemption=config.preemption_mode, block_swap_cost=measured.block_swap_cost,

@@ -39,7 +39,7 @@ STEEP, LONG_S = 1.5, 0.02
 # Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
 # `benchmarks/engine/isolation.py`.
 CPU_TOKEN_S = 150e-6
-VERSION = 2  # of the way in which costs are measured
+VERSION = 3  # of the way in which costs are measured
 
 
 class Measured(NamedTuple):
@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
     Attributes:
         num_blocks: KV blocks on the devices.
-        num_host_blocks: KV blocks on the host that preempted requests may be swapped to; 0: they are not swapped.
+        num_host_blocks: KV blocks on the host, for those of preempted requests and evicted ones of the prefix cache.
         num_pages, num_host_pages: pages of the states of recurrent layers, likewise.
         page_swap_cost: cost of moving a page, as `block_swap_cost`.
         windows: windows of the groups of layers.
@@ -91,11 +91,12 @@ def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progres
         # Processes that share the devices must have the same shapes in every step.
         later = config.warm_up is None and not runner.pads and runner.placement.num_processes == 1
         costs = warm_up(runner, limits, later=later, progress=progress)
-    num_host_blocks = 0 if config.preemption_mode == "recompute" else runner.blocks.num_host_blocks
+    swaps = config.enable_prefix_caching or config.preemption_mode != "recompute"
+    num_host_blocks = runner.blocks.num_host_blocks if swaps else 0
     chunk, swap_cost = None, 0.0
     if costs and not config.max_num_batched_tokens:
         chunk = tokens_beside_decodes(costs, platform_defaults(platform).max_chunk_cost, padded=runner.pads)
-    if costs and num_host_blocks and config.preemption_mode == "auto":
+    if costs and num_host_blocks and (config.enable_prefix_caching or config.preemption_mode == "auto"):
         swap_cost = block_swap_cost(runner, limits, costs)
     if costs and (further := [bucket for bucket in ladders if bucket not in runner.shapes.buckets.all]):
         runner.compile_later(further)

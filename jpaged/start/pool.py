@@ -41,9 +41,9 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     page_bytes, block_bytes = blocks.cache.states.page_bytes, blocks.block_bytes
     pages_wanted = PAGES_PER_SEQUENCE * limits.max_num_seqs if page_bytes else 0
     wanted = limits.max_num_seqs * blocks.cache.most_blocks(limits)
-    num_host_blocks = int(config.swap_space * 2**30 // (block_bytes * len(devices)))
+    host_bytes = min(config.swap_space * 2**30, available_host_memory() // 2)
+    num_host_blocks = _least(int(host_bytes // (block_bytes * len(devices))), runner.placement)
     num_host_blocks, num_host_pages = divide_memory(num_host_blocks, block_bytes, page_bytes, limits.max_num_seqs)
-    num_host_blocks = min(num_host_blocks, wanted)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"
     if num_blocks is None:
@@ -60,6 +60,8 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
     num_pages = pages_wanted
     if not config.num_gpu_blocks_override:
         num_blocks, num_pages = divide_memory(num_blocks, block_bytes, page_bytes, pages_wanted)
+    # Preempted requests need no more than all sequences do. Copies of evicted blocks can be more than the pool has.
+    num_host_blocks = min(num_host_blocks, max(wanted, 4 * num_blocks) if config.enable_prefix_caching else wanted)
     check_num_blocks(limits, num_blocks, len(blocks.cache.groups.windows))
     blocks.allocate(num_blocks, num_host_blocks, sized_by, num_pages, num_host_pages)
     if num_pages:

@@ -42,7 +42,7 @@ class World:
         rng, windows = self.rng, _windows(seed)
         self.scheduler, self.runner = traffic.make(
             rng.randint(8, 14) * len(windows), 2, seqs=4, tokens=rng.choice([4, 7, 12]), length=24,
-            host=12 * len(windows) * (mode != "recompute"), eos=EOS, preemption=mode, block_swap_cost=1.0,
+            host=_host(seed) * len(windows), eos=EOS, preemption=mode, block_swap_cost=_swap_cost(seed),
             drafts=3 if method == "suffix" else rng.choice([0, 3]),
             method=method, exact=rng.random() < 0.3, windows=windows, pages=_pages(seed),
         )  # fmt: skip
@@ -89,11 +89,11 @@ class World:
         traffic.drain(self.scheduler, self.runner)
         for request in self.requests:
             traffic.assert_as_alone(request, EOS)
-        scheduler = self.scheduler
+        scheduler, tier = self.scheduler, self.scheduler.memory.tier
         return Counter(
             preemptions=scheduler.num_preemptions, swapped=scheduler.num_swapped_blocks, hits=scheduler.prefix_hits,
             copies=self.runner.num_copies, kept=scheduler.num_kept, dropped=scheduler.num_drafts - scheduler.num_kept,
-            past=scheduler.num_from_past,
+            past=scheduler.num_from_past, evicted=tier.num_out if tier else 0, returned=tier.num_back if tier else 0,
         )  # fmt: skip
 
 
@@ -104,6 +104,8 @@ def seeds(composition: str, count: int) -> list[int]:
         fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
     if "window" in composition or "groups" in composition:
         fit = [seed for seed in fit if len(_windows(seed)) > 1]
+    if "tier" in composition:
+        fit = [seed for seed in fit if _host(seed)]
     if "state" in composition:
         fit = [seed for seed in fit if _pages(seed)]
     return [seed for seed in fit if "past outputs" not in composition or _method(seed) == "suffix"]
@@ -111,6 +113,16 @@ def seeds(composition: str, count: int) -> list[int]:
 
 def _mode(seed: int) -> str:
     return ("recompute", "swap", "auto")[seed % 3]
+
+
+def _host(seed: int) -> int:
+    """Return the number of blocks on the host for each group; without swaps, they are copies only."""
+    return 12 if _mode(seed) != "recompute" else (0, 5, 30)[seed // 3 % 3]
+
+
+def _swap_cost(seed: int) -> float:
+    """Return the cost of a block's moves: a block that returns costs less than its two tokens in most runs."""
+    return (1.0, 0.5, 0.0)[seed // 2 % 3]
 
 
 def _windows(seed: int) -> tuple[int | None, ...]:

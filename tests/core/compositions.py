@@ -1,13 +1,15 @@
 """Faults that show in one composition of events of a schedule. The runs of `chance` must find them."""
 
-from jpaged.core import block_pool, memory, planned_step
+from jpaged.core import memory, planned_step, prefix_tree
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
+from jpaged.core.host_tier import HostTier
 from jpaged.core.memory import Memory
 from jpaged.core.past_outputs import PastOutputs
 from jpaged.core.plan import NO_STATE, NOWHERE
 from jpaged.core.planned_step import PlannedStep
+from jpaged.core.prefix_tree import PrefixTree
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
@@ -44,8 +46,8 @@ def _steady_prompt(patch):
 
 
 def _longer_beginning(patch):
-    length = block_pool.common_length
-    patch.setattr(block_pool, "common_length", lambda a, b: min(length(a, b) + 1, len(a), len(b)))
+    length = prefix_tree.common_length
+    patch.setattr(prefix_tree, "common_length", lambda a, b: min(length(a, b) + 1, len(a), len(b)))
 
 
 def _common_nodes(patch):
@@ -164,6 +166,68 @@ def _blocks_on_host(patch):
             release(memory, sequence)
 
     patch.setattr(Memory, "release", forgetful)
+
+
+def _arrivals_are_lost(patch):
+    """A block that returns from the host is part of the prefix cache, and its content stays there."""
+    take = HostTier.take
+    patch.setattr(HostTier, "take", lambda tier: take(tier)._replace(back=[]))
+
+
+def _places_are_given_away(patch):
+    """A place of the host that a move of the step reads is given to another block in the same step."""
+    patch.setattr(HostTier, "hold", lambda tier, block_ids: None)
+
+
+def _copies_of_old_parameters(patch):
+    """An update forgets the blocks on the device, and not their copies."""
+    clear = PrefixTree.clear
+
+    def half(tree):
+        kept = [(node, list(node.copies)) for node in tree.nodes.values() if any(node.copies)]
+        parents, children = dict(tree.nodes), dict(tree.children)
+        clear(tree)
+        if kept:
+            tree.nodes.update(parents)
+            tree.children.update(children)
+            for node in tree.nodes.values():
+                node.blocks = [None] * tree.num_kinds
+            for node, copies in kept:
+                for copy in copies:
+                    if copy:
+                        copy.node = node
+                        tree.num_copies += 1
+
+    patch.setattr(PrefixTree, "clear", half)
+
+
+def _arriving_block_is_copied(patch):
+    """The beginning of a block is shared and copied in the step in which the block returns from the host."""
+    _after(patch, HostTier, "__init__", lambda _, tier, *args: setattr(tier.device, "arriving", ()))
+
+
+def _wrong_group_returns(patch):
+    keep = HostTier._keep
+
+    def careless(tier, block):
+        node, group = block.node, block.group
+        keep(tier, block)
+        copy = node.copies[group]
+        other = next((i for i, each in enumerate(node.copies) if each is None and i != group), None)
+        if copy is not None and other is not None and group < len(tier.device.windows) and not tier.device.num_pages:
+            node.copies[group], node.copies[other], copy.group = None, copy, other
+
+    patch.setattr(HostTier, "_keep", careless)
+
+
+def _state_stays_on_the_host(patch):
+    take = HostTier.take
+
+    def careless(tier):
+        moves = take(tier)
+        return moves._replace(back=[pair for pair in moves.back if pair[0] >= 0])
+
+    patch.setattr(HostTier, "take", careless)
 
 
 def _late_choice(patch):
@@ -355,21 +419,22 @@ def _entries_of_one_group(patch):
 def _lost_path(patch):
     """A node without blocks goes, though others follow it."""
 
-    def forget(pool, block):
+    def forget(tree, block):
         if block.node is not None:
             node, block.node = block.node, None
-            node.blocks[block.group] = None
-            if not any(node.blocks):
-                pool._children[node.parent].remove(node)
-                del pool._nodes[node.number]
+            node.of(copies=block.is_copy)[block.group] = None
+            tree.num_copies -= block.is_copy
+            if not node.held:
+                tree.children[node.parent].remove(node)
+                del tree.nodes[node.number]
 
-    patch.setattr(BlockPool, "_forget", forget)
+    patch.setattr(PrefixTree, "detach", forget)
 
 
 def _stale_group(patch):
     """Only the first group forgets the content of a block that is written."""
-    forget = BlockPool._forget
-    patch.setattr(BlockPool, "_forget", lambda pool, block: None if block.group else forget(pool, block))
+    detach = PrefixTree.detach
+    patch.setattr(PrefixTree, "detach", lambda tree, block: None if block.group else detach(tree, block))
 
 
 def _remembered_once_more(patch):
@@ -465,7 +530,7 @@ def _misplaced_state(patch):
     remember = BlockPool.remember_page
 
     def misplace(pool, page, number):
-        parent = pool._nodes[number].parent
+        parent = pool.tree.nodes[number].parent
         remember(pool, page, parent if isinstance(parent, int) else number)
 
     patch.setattr(BlockPool, "remember_page", misplace)
@@ -500,12 +565,12 @@ def _state_of_old_parameters(patch):
     reset = BlockPool.reset_prefix_cache
 
     def forgetful(pool):
-        nodes, children = dict(pool._nodes), dict(pool._children)
+        nodes, children = dict(pool.tree.nodes), dict(pool.tree.children)
         kept = [(block, block.node) for block in pool._blocks[pool.num_blocks :] if block.node]
         reset(pool)
         if kept:
-            pool._nodes.update(nodes)
-            pool._children.update(children)
+            pool.tree.nodes.update(nodes)
+            pool.tree.children.update(children)
             for block, node in kept:
                 block.node = node
 
@@ -568,6 +633,12 @@ FAULTS = {
     "groups, copy": _copy_of_one_group,
     "groups, swap": _exchanged_groups,
     "groups, rows": _entries_of_one_group,
+    "tier, prefix hit": _arrivals_are_lost,
+    "tier, swap": _places_are_given_away,
+    "tier, update": _copies_of_old_parameters,
+    "tier, partial block, copy": _arriving_block_is_copied,
+    "tier, groups": _wrong_group_returns,
+    "tier, state": _state_stays_on_the_host,
     "groups, window, eviction": _lost_path,
     "groups, prefix hit, eviction": _stale_group,
     "groups, prefix hit": _remembered_once_more,

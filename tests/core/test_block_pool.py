@@ -278,12 +278,12 @@ def test_a_pool_of_nothing_is_refused(blocks, size):
         lambda pool: setattr(pool._blocks[1], "node", None),
         lambda pool: setattr(pool._blocks[1], "group", 1),
         lambda pool: setattr(pool._blocks[1].node, "parent", "a"),
-        lambda pool: pool._nodes.popitem(),
+        lambda pool: pool.tree.nodes.popitem(),
         lambda pool: pool._blocks[1].node.blocks.__setitem__(0, None),
         lambda pool: setattr(pool._blocks[1], "next", pool._blocks[1]),
-        lambda pool: pool._children[""].reverse(),
-        lambda pool: pool._children[""].pop(),
-        lambda pool: pool._children.update({5: []}),
+        lambda pool: pool.tree.children[""].reverse(),
+        lambda pool: pool.tree.children[""].pop(),
+        lambda pool: pool.tree.children.update({5: []}),
         lambda pool: setattr(pool._blocks[2].node, "tokens", (5,)),
         lambda pool: setattr(pool._blocks[2].node, "tokens", (1, 2, 3, 4, 5)),
         lambda pool: setattr(pool._blocks[0].node, "tokens", (1, 2)),
@@ -522,7 +522,7 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
                 assert memory[slot(writer.table, i)] == (writer.salt, content[: i + 1])
         offered = {block_id: tokens for _, tokens, block_id in self.remembered.values() if block_id is not None}
         assert len(offered) == sum(block_id is not None for _, _, block_id in self.remembered.values())
-        assert self.remembered.keys() == self.pool._nodes.keys()
+        assert self.remembered.keys() == self.pool.tree.nodes.keys()
         for block_id in range(self.pool.num_blocks):
             assert self.pool.is_cached(block_id) == (block_id in offered)
             if block_id in offered:

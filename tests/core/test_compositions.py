@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SEEDS = 90
 PARTS = (
     "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
-    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups", "state",
+    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups", "state", "tier",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_whatever_comes_together_changes_no_output(count):
     seen = Counter()
     for seed in range(count):
         seen += chance.run(seed)
-    wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past"}
+    wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past", "evicted", "returned"}
     assert {name for name, number in seen.items() if number >= count} >= wanted, seen
 
 

@@ -133,7 +133,7 @@ class World:
         if len(self.requests) < len(self.scenario.requests):
             events.append("add")
         events += [i for i, request in enumerate(self.requests) if not request.finished]
-        if self.scheduler.pool._children:
+        if self.scheduler.pool.tree.children:
             events.append("reset")
         return events
 

@@ -106,9 +106,9 @@ def test_the_cache_forgets_blocks_of_invalid_numbers_that_a_window_has_passed():
     request = scheduler.add("a", list(range(1, 21)), SamplingParams(max_tokens=9), seed=0)
     while not request.sequences[0].num_output_tokens:
         step(scheduler, runner)
-    assert scheduler.pool._nodes and request.live[0].table.first[0] > 4
+    assert scheduler.pool.tree.nodes and request.live[0].table.first[0] > 4
     plan = scheduler.schedule()
     result = runner.step(plan)
     scheduler.commit(plan, result._replace(samples=[sample._replace(logprob=math.nan) for sample in result.samples]))
-    assert request.finished and not scheduler.pool._nodes
+    assert request.finished and not scheduler.pool.tree.nodes
     scheduler.check_invariants()

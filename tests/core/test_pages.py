@@ -14,7 +14,7 @@ def states_of(scheduler, prompt):
     pool, parent, found = scheduler.pool, "", []
     for at in range(0, len(prompt) - pool.block_size + 1, pool.block_size):
         wanted = tuple(prompt[at : at + pool.block_size])
-        node = next((node for node in pool._children.get(parent, ()) if node.tokens == wanted), None)
+        node = next((node for node in pool.tree.children.get(parent, ()) if node.tokens == wanted), None)
         if node is None:
             break
         found += [at + pool.block_size] * (node.blocks[-1] is not None)

@@ -109,7 +109,7 @@ class CheckedScheduler(Scheduler):
 
 def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
-    method="ngram", windows=(None,), pages=0, adapters=0, **options,
+    method="ngram", windows=(None,), pages=0, adapters=0, tier=True, **options,
 ):  # fmt: skip
     """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
 
@@ -118,7 +118,11 @@ def make(
     groups = {"windows": windows, "reach": 2 * tokens}
     pool = BlockPool(blocks, size, enable_prefix_caching=cache, num_pages=pages, **groups)
     host_pages = min(pages, host)
-    host_pool = BlockPool(host, size, enable_prefix_caching=False, num_pages=host_pages, **groups) if host else None
+    host_pool = None
+    if host:
+        host_pool = BlockPool(
+            host, size, enable_prefix_caching=False, num_pages=host_pages, copies_of=pool if tier else None, **groups
+        )
     model = {"model": "any"} if method == "draft_model" else {}
     speculative_config = {"method": method, "num_speculative_tokens": drafts, **model} if drafts else None
     limits = Limits(length, seqs, tokens, speculative_config=speculative_config, exact=exact)
@@ -216,19 +220,24 @@ def assert_nothing_leaked(scheduler: Scheduler) -> None:
 def assert_cache_is_true(scheduler: Scheduler, runner: FakeRunner) -> None:
     """Check that the prefix cache offers what was computed of its texts, with the present parameters."""
     pool, size = scheduler.pool, scheduler.pool.block_size
-    remembered = [(parent, parent, []) for parent in pool._children if isinstance(parent, str)]
+    remembered = [(parent, parent, []) for parent in pool.tree.children if isinstance(parent, str)]
     for salt, parent, text in remembered:
-        for node in pool._children.get(parent, ()):
+        for node in pool.tree.children.get(parent, ()):
             longer, count = [*text, *node.tokens], len(node.tokens)
             if pool.num_pages and (page := node.blocks[-1]) is not None:
                 state = digests(longer, salt)[-1], runner.version
                 assert runner.states[page.block_id - pool.num_blocks] == state, "the cache offers another state"
-            for group, block in enumerate(node.blocks[: len(pool.windows)]):
-                if block is not None:
-                    slots = slice(block.block_id * size, block.block_id * size + count)
-                    written = [(digest, group) for digest in digests(longer, salt)[-count:]]
-                    assert runner.memory[slots] == written, "the cache offers something else"
-                    assert set(runner.versions[slots]) == {runner.version}, "the cache offers what is out of date"
+            if pool.num_pages and (page := node.copies[-1]) is not None:
+                at = page.block_id - scheduler.host_pool.num_blocks
+                assert runner.host_states[at] == (digests(longer, salt)[-1], runner.version), "the host, another state"
+            memories = (runner.memory, runner.versions), (runner.host, runner.host_versions)
+            for blocks, (memory, versions) in zip((node.blocks, node.copies), memories):
+                for group, block in enumerate(blocks[: len(pool.windows)]):
+                    if block is not None:
+                        slots = slice(block.block_id * size, block.block_id * size + count)
+                        written = [(digest, group) for digest in digests(longer, salt)[-count:]]
+                        assert memory[slots] == written, "the cache offers something else"
+                        assert set(versions[slots]) == {runner.version}, "the cache offers what is out of date"
             remembered.append((salt, node.number, longer))
 
 

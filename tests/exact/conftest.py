@@ -20,9 +20,9 @@ class Subject(NamedTuple):
     alone: list[tuple]
     drafting: ModelRunner | None = None
 
-    def run(self, schedule: Schedule, asked: list[Asked] | None = None) -> Ran:
+    def run(self, schedule: Schedule, asked: list[Asked] | None = None, *, together: bool = True) -> Ran:
         asked = self.asked if asked is None else asked
-        return run(self.runner, self.tokenizer, asked, schedule, drafting=self.drafting)
+        return run(self.runner, self.tokenizer, asked, schedule, together=together, drafting=self.drafting)
 
     def differing(self, schedule: Schedule, times: int = 1) -> list[int]:
         """Return the numbers of the requests, each asked some times, that lack their bits alone under a schedule."""

@@ -62,11 +62,12 @@ def run(
     )  # fmt: skip
     blocks = runner.blocks
     make = partial(BlockPool, block_size=BLOCK, windows=blocks.cache.groups.windows, reach=limits.max_tokens_in_flight)
-    host = None
-    if schedule.preemption == "swap":
-        host = make(blocks.num_host_blocks, num_pages=blocks.num_host_pages, enable_prefix_caching=False)
     num_blocks = min(BLOCKS, schedule.blocks * len(blocks.cache.groups.windows))
-    pool = make(num_blocks, num_pages=blocks.num_pages, enable_prefix_caching=schedule.caches)
+    pool, host = make(num_blocks, num_pages=blocks.num_pages, enable_prefix_caching=schedule.caches), None
+    if schedule.preemption == "swap":
+        host = make(
+            blocks.num_host_blocks, num_pages=blocks.num_host_pages, enable_prefix_caching=False, copies_of=pool
+        )
     scheduler = Scheduler(
         pool, limits, vocab_size=runner.vocab_size, eos_token_ids=runner.config.eos_token_ids,
         preemption=schedule.preemption, host_pool=host,

@@ -50,6 +50,8 @@ def check(subject: Subject, seqs: int, tokens: int, *, every: bool = True) -> No
     swapped = subject.run(of_few_blocks(usual, "swap"))
     assert swapped.bits == subject.alone
     assert swapped.scheduler.num_preemptions > 0 and swapped.scheduler.num_swapped_blocks > 0
+    again = subject.run(of_few_blocks(usual, "swap"), subject.asked * 2, together=False)
+    assert again.bits == subject.alone * 2 and again.scheduler.memory.tier.num_back > 0, "prefixes come from the host"
     recomputed = subject.run(of_few_blocks(usual._replace(exact=True), "recompute"))
     assert recomputed.bits == subject.alone and recomputed.scheduler.num_preemptions > 0
     if not every:

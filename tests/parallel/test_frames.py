@@ -82,7 +82,7 @@ def admitted(draw):
 
 
 PLANS = st.builds(
-    StepPlan, rows=scheduled(), swap_out=st.lists(series(BLOCK, HOST), max_size=3).map(tuple),
+    StepPlan, rows=scheduled(), swap_out=series(BLOCK, HOST),
     block_copies=series(BLOCK, BLOCK), swap_in=series(HOST, BLOCK),
     released_rows=st.lists(ROW, max_size=6).map(tuple), row_copies=series(ROW, ROW),
     admitted=st.lists(admitted(), max_size=3).map(tuple), chosen=series(ROW, TOKEN, SEED, kind=Chosen),
@@ -231,7 +231,7 @@ ADMITTED = Admitted(1, (3, 4), 1, SamplingParams(), 7, ((2,),))
         (StepPlan(rows=(Scheduled(0, 0, 1, 1),) * 2), "rows: a row is scheduled twice"),
         (StepPlan(rows=(Scheduled(0, 0, 17, 1),)), "rows: must have at most 16 tokens, not 17"),
         (StepPlan(rows=(Scheduled(0, 0, 1, 4), Scheduled(1, 0, 1, 3))), "rows: must have at most 6 samples, not 7"),
-        (StepPlan(swap_out=(((20, 0),),)), "swap_out: must be between 0 and 19, not 20"),
+        (StepPlan(swap_out=((20, 0),)), "swap_out: must be between 0 and 19, not 20"),
         (StepPlan(swap_in=((0, 0),) * 10), "swap_in: must have at most 9 entries, not 10"),
         (StepPlan(released_rows=tuple(range(7))), "released_rows: must have at most 6 entries, not 7"),
         (StepPlan(entries=(Entry(0, 0, 5, 0),)), "entries: must be between 0 and 4, not 5"),

@@ -40,8 +40,8 @@ def numbers(store: BlockStore) -> list[float]:
 def test_a_step_swaps_out_then_copies_then_swaps_in():
     """A block that the host takes in is overwritten by a copy, whose source is overwritten from the host."""
     store = numbered()
-    store.apply(StepPlan(swap_out=(((2, 5),),)))
-    store.apply(StepPlan(swap_out=(((1, 6),),), block_copies=((0, 1),), swap_in=((5, 0),)))
+    store.apply(StepPlan(swap_out=((2, 5),)))
+    store.apply(StepPlan(swap_out=((1, 6),), block_copies=((0, 1),), swap_in=((5, 0),)))
     assert numbers(store) == [2, 0, 2, 3]
     store.apply(StepPlan(swap_in=((6, 3),)))
     assert numbers(store) == [2, 0, 2, 1]
@@ -56,7 +56,7 @@ def test_the_pool_begins_empty_on_its_device():
 
 def test_each_request_is_swapped_out():
     store = numbered()
-    store.apply(StepPlan(swap_out=(((0, 1),), ((3, 2),))))
+    store.apply(StepPlan(swap_out=((0, 1), (3, 2))))
     store.apply(StepPlan(swap_in=((2, 0), (1, 3))))
     assert numbers(store) == [3, 1, 2, 0]
 
@@ -65,7 +65,7 @@ def test_a_copy_takes_the_pool_donated_and_nothing_else_does():
     store = numbered()
     before = store.pool
     store.apply(StepPlan())
-    store.apply(StepPlan(swap_out=(((2, 5),),)))
+    store.apply(StepPlan(swap_out=((2, 5),)))
     assert store.pool is before and not any(array.is_deleted() for array in before)
     store.apply(StepPlan(block_copies=((0, 1), (2, 3), (1, 0))))
     assert numbers(store) == [1, 0, 2, 2]
@@ -106,7 +106,7 @@ def test_block_0_swaps_there_and_back(count):
 
 def test_recovery_allocates_the_pool_only_if_it_is_lost():
     store = numbered()
-    store.apply(StepPlan(swap_out=(((2, 5),),)))
+    store.apply(StepPlan(swap_out=((2, 5),)))
     store.recover()
     assert numbers(store) == [0, 1, 2, 3] and len(store.host) == 0
     pool = store.pool
@@ -117,7 +117,7 @@ def test_recovery_allocates_the_pool_only_if_it_is_lost():
     assert [(x.shape, x.dtype, x.devices(), x.committed) for x in store.pool] == [
         (store.cache.shape(4), jnp.float32, {jax.devices()[0]}, True)
     ] * (2 * LLAMA.num_hidden_layers)
-    store.apply(StepPlan(swap_out=(((2, 5),),), swap_in=((5, 0),)))
+    store.apply(StepPlan(swap_out=((2, 5),), swap_in=((5, 0),)))
 
 
 def test_exhaustion_names_the_setting_and_the_pool():

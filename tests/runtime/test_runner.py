@@ -408,7 +408,7 @@ def runner(model):
 
 
 def test_a_plan_without_rows_has_an_empty_result(runner):
-    assert runner.dispatch(StepPlan(swap_out=(((2, 5),),))).result() == StepResult(())
+    assert runner.dispatch(StepPlan(swap_out=((2, 5),))).result() == StepResult(())
 
 
 def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
@@ -490,7 +490,7 @@ def test_recovery_makes_what_a_failed_step_has_lost(runner):
         array.delete()
     runner.recover()
     assert not any(array.any() for array in (*runner.blocks.pool, *runner.rows.state, runner.rows.last_tokens))
-    runner.dispatch(StepPlan(swap_out=(((2, 5),),)))
+    runner.dispatch(StepPlan(swap_out=((2, 5),)))
     assert len(runner.blocks.host) == 1
 
 

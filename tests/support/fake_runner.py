@@ -157,18 +157,17 @@ class FakeRunner:
     def dispatch(self, plan: StepPlan, make_masks: Callable | None = None) -> "Flying":
         self.num_steps += 1
         self._check_in_flight(plan)
-        for source, place in itertools.chain.from_iterable(plan.swap_out):
+        for source, place in plan.swap_out:
             assert (source < 0) == (place < 0), "a page is no block"
             if source < 0:
                 self.host_states[-1 - place] = self.states[-1 - source]
         for place, destination in plan.swap_in:
             if place < 0:
                 self.states[-1 - destination] = self.host_states[-1 - place]
-        for pairs in plan.swap_out:
-            pairs = [pair for pair in pairs if pair[0] >= 0]
-            self._copy(pairs, self.memory, self.host)
-            self._copy(pairs, self.versions, self.host_versions)
-            self._copy(pairs, self.of_output, self.host_of_output)
+        swap_out = [pair for pair in plan.swap_out if pair[0] >= 0]
+        self._copy(swap_out, self.memory, self.host)
+        self._copy(swap_out, self.versions, self.host_versions)
+        self._copy(swap_out, self.of_output, self.host_of_output)
         self._copy(plan.block_copies, self.memory, self.memory)
         self._copy(plan.block_copies, self.versions, self.versions)
         self._copy(plan.block_copies, self.of_output, self.of_output)
@@ -320,7 +319,7 @@ class FakeRunner:
                 assert writers.get(block, row) == row, f"block {block} is given away while a step in flight writes it"
             for block in moved:
                 assert block not in writers, f"block {block} is overwritten while a step in flight writes it"
-            for block, _ in itertools.chain.from_iterable(plan.swap_out):
+            for block, _ in plan.swap_out:
                 assert block not in writers, f"block {block} leaves while a step in flight writes it"
             self._check_pages_in_flight(plan, earlier, moved)
 
@@ -329,7 +328,7 @@ class FakeRunner:
         used = {page: row.row for row, pages in zip(earlier.rows, earlier.pages) for page in pages if page >= 0}
         for (row, *_), (_, written) in zip(plan.rows, plan.pages):
             assert used.get(written, row) == row, f"page {written} is taken from a step in flight"
-        for block in (*moved, *(block for block, _ in itertools.chain.from_iterable(plan.swap_out))):
+        for block in (*moved, *(block for block, _ in plan.swap_out)):
             assert block >= 0 or -1 - block not in used, f"page {-1 - block} moves while a step in flight uses it"
 
     def _change_rows(self, plan: StepPlan) -> None:

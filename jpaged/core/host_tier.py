@@ -1,0 +1,158 @@
+"""Second tier of the prefix cache: copies of evicted blocks on the host, which return when their text is wanted."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.blocks import Block, Node
+
+LEAST_MOVED = 4  # fewer blocks take as long to move as so many
+
+
+class Moves(NamedTuple):
+    """Moves of blocks as (source, destination); page p of a pool is -1 - p."""
+
+    out: list[tuple[int, int]]
+    back: list[tuple[int, int]]
+
+
+class Found(NamedTuple):
+    """Cached prefix of a text, part of which is on the host only.
+
+    Attributes:
+        path: its nodes.
+        missing: in the order of the text, the nodes with the groups whose blocks are on the host only.
+        num_tokens: tokens of the prefix.
+    """
+
+    path: list[Node]
+    missing: list[tuple[Node, int]]
+    num_tokens: int
+
+
+class HostTier:
+    """Moves of cached blocks between the pool on the device and that on the host, which share a prefix tree.
+
+    A block that is evicted from the device is copied to the least recently used place of the host, unless its copy is
+    there. A copy returns to the device when a request with its text is to start, and stays on the host, too. Moves take
+    effect at once in the tree, and are part of the next plan. Until then, no place of the host that a move reads or
+    writes is given away: `take` returns the moves and ends this.
+
+    Args:
+        cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
+
+    Attributes:
+        num_out, num_back: number of blocks and pages that went to the host, and that returned, so far.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool, cost: float):
+        assert host.tree is device.tree, "both pools have one prefix cache"
+        self.device, self.host, self.cost = device, host, cost
+        self.num_out = self.num_back = 0
+        self._out: list[tuple[int, int]] = []
+        self._back: dict[int, int] = {}  # from the number of a block on the device to that on the host
+        self._held: list[int] = []
+        if self.is_worthwhile:
+            device.on_evict = self._keep
+            device.arriving = self._back.keys()
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether moving a block both ways costs less than computing its tokens."""
+        return self.device.enable_prefix_caching and self.cost < self.device.block_size
+
+    def clear(self) -> None:
+        """Forget the moves, after the pools have been cleared."""
+        self._out.clear()
+        self._back.clear()
+        self._held.clear()
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Give no place of the host away before the next plan."""
+        for block_id in block_ids:
+            self.host.share(block_id)
+            self._held.append(block_id)
+
+    def take(self) -> Moves:
+        """Return the moves since the last call."""
+        moves = Moves([*self._out], [(host, device) for device, host in self._back.items()])
+        self.num_out += len(moves.out)
+        self.num_back += len(moves.back)
+        for block_id in self._held:
+            self.host.free(block_id)
+        self.clear()
+        first, first_there = self.device.num_blocks, self.host.num_blocks
+        return Moves(
+            [_pair(source, place, first, first_there) for source, place in moves.out],
+            [_pair(place, source, first_there, first) for place, source in moves.back],
+        )
+
+    def find(self, tokens: Sequence[int], salt: str) -> Found | None:
+        """Return the longest cached prefix of a text; None if it is on the device as a whole."""
+        if not self.host.tree.num_copies:
+            return None
+        path, num_tokens, _ = self.device.longest(tokens, salt, copies=True)
+        firsts = [self.device.first_seen(group, num_tokens) for group in range(len(self.device.windows))]
+        missing = [
+            (node, group) for index, node in enumerate(path) for group, first in enumerate(firsts)
+            if index >= first and node.blocks[group] is None
+        ]  # fmt: skip
+        if path and self.device.num_pages and path[-1].blocks[-1] is None:
+            missing.append((path[-1], len(firsts)))
+        return Found(path, missing, num_tokens) if missing else None
+
+    def cost_of(self, count: int) -> float:
+        """Return the cost of moving some blocks to the device, in tokens."""
+        return self.cost / 2 * max(count, LEAST_MOVED)
+
+    def most(self, cost: float) -> int:
+        """Return the maximum number of blocks that can be moved to the device at a cost."""
+        return math.floor(2 * cost / self.cost)
+
+    def load(self, found: Found, most: int) -> int:
+        """Move the first blocks of a prefix that are missing on the device there; return their number.
+
+        They are free there, and evicted last.
+        """
+        device, missing = self.device, found.missing[:most]
+        self.hold(copy.block_id for node, group in missing if (copy := node.copies[group]))
+        held = [block for node in found.path for block in node.blocks if block]
+        for block in held:
+            device.share(block.block_id)
+        moved = 0
+        for node, group in missing:
+            block_id = device.allocate_page() if group == len(device.windows) else device.allocate(group)
+            copy = node.copies[group]
+            if block_id is None or copy is None:
+                break
+            block = device.block(block_id)
+            device.tree.attach(node, block)
+            self._back[block_id] = copy.block_id
+            held.append(block)
+            moved += 1
+        places = {node.number: index for index, node in enumerate(found.path)}
+        for block in sorted(held, key=lambda block: -places[block.node.number] if block.node else 0):
+            device.free(block.block_id)
+        return moved
+
+    def _keep(self, block: Block) -> None:
+        """Copy a cached block to the host before it is given to other content."""
+        node, group = block.node, block.group
+        assert node is not None, "the block is cached"
+        self._back.pop(block.block_id, None)  # it may be evicted in the step that would load it
+        if node.copies[group] is not None or len(node.tokens) < self.device.block_size:
+            return
+        host = self.host
+        place = host.allocate_page() if group == len(self.device.windows) else host.allocate(group)
+        if place is None:
+            return
+        host.block(place).group = group
+        host.tree.attach(node, host.block(place))
+        self._out.append((block.block_id, place))
+        self._held.append(place)
+
+
+def _pair(source: int, place: int, first: int, first_there: int) -> tuple[int, int]:
+    """Return a move with pages as -1 - p, where blocks from the first numbers on are pages."""
+    return (source, place) if source < first else (first - 1 - source, first_there - 1 - place)

@@ -289,8 +289,8 @@ class EngineConfig:
     )  # fmt: skip
     enable_prefix_caching: bool = _memory(True, "reuse the KV blocks of prompts with a common prefix")
     swap_space: float = _memory(
-        4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most half "
-        "of the free memory is used", low=0, unit="GIB",
+        4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most "
+        "half of the free memory is used", low=0, unit="GIB",
     )  # fmt: skip
 
     max_num_seqs: int | None = _scheduling(

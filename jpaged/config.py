@@ -288,6 +288,10 @@ class EngineConfig:
         "tokens and more", low=1, high=256, power_of_two=True, unit="TOKENS",
     )  # fmt: skip
     enable_prefix_caching: bool = _memory(True, "reuse the KV blocks of prompts with a common prefix")
+    pinned_share: float = _memory(
+        0.5, "maximum share of the KV pool for the prefixes that the requests of each API key have pinned (pin_s, "
+        "prompt_cache_key, cache_control)", low=0, high=1,
+    )  # fmt: skip
     swap_space: float = _memory(
         4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most "
         "half of the free memory is used", low=0, unit="GIB",

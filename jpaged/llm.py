@@ -93,6 +93,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] | None = None, *,
         use_tqdm: bool = True, priority: int | Sequence[int] = 0, lora_request: LoRA | Sequence[LoRA] = None,
+        pin_s: float = 0.0,
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate for each prompt and return the results in the order of the prompts.
 
@@ -104,6 +105,8 @@ class LLM:
             priority: for all prompts, or one for each; under the scheduling policy "priority", lower numbers run first.
             lora_request: the adapter of all prompts, or one for each: its name, or a `LoRARequest`, which is loaded
                 when its name is new; None: the model alone.
+            pin_s: seconds for which the cached prefixes of these prompts and outputs are evicted after all others,
+                within `pinned_share` of the pool.
 
         Raises:
             InvalidParameter: the engine can't serve a prompt or its parameters; raised before anything is generated.
@@ -125,7 +128,7 @@ class LLM:
         for prompt, one, rank, lora in zip(prompt_list, each, ranks, adapters):
             token_ids, text, salt = self.read_prompt(prompt)
             adapter = self._adapter(lora)
-            options = RequestOptions(prompt=text, cache_salt=salt, priority=rank, adapter=adapter)
+            options = RequestOptions(prompt=text, cache_salt=salt, priority=rank, adapter=adapter, pin_s=pin_s)
             jobs.append((token_ids, one, options))
         requests = self._worker.run(lambda stop: self._run(jobs, stop, use_tqdm))
         for metrics in (request.metrics for request in requests):
@@ -194,7 +197,7 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None, use_tqdm: bool = True, *,
         chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRA | Sequence[LoRA] = None,
+        lora_request: LoRA | Sequence[LoRA] = None, pin_s: float = 0.0,
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate the next message of one conversation or of several, through the model's chat template.
 
@@ -206,7 +209,7 @@ class LLM:
             continue_final_message: leave the last message open and continue it; needs add_generation_prompt=False.
             tools: descriptions of functions for the template, in the form of the OpenAI API.
             chat_template_kwargs: more variables for the template.
-            lora_request: as in `generate`.
+            lora_request, pin_s: as in `generate`.
 
         Raises:
             ValueError: the template rejects the messages, or a parameter is invalid as in `generate`.
@@ -223,7 +226,9 @@ class LLM:
         )  # fmt: skip
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [render(self.tokenizer, list(map(_for_template, talk))) for talk in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, pin_s=pin_s
+        )  # fmt: skip
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""

@@ -157,6 +157,11 @@ class BlockPool:
         block.group, block.ref_count = group, 1
         return block.block_id
 
+    def next_evicted(self, *, pages: bool = False) -> Block | None:
+        """Return the block, or the page, that is allocated next; None if none is free."""
+        free = self._free_pages if pages else self._free
+        return free.head if free.size else None
+
     def share(self, block_id: int) -> None:
         """Add a reference to a block that is in use or cached."""
         block = self._blocks[block_id]

@@ -10,28 +10,35 @@ class FreeList:
     """Free blocks of one kind, in the order of their eviction.
 
     Blocks are taken from its head. A block without cached content returns to the head, a cached one to the tail, so
-    that cached content is evicted in least-recently-used order. The list is doubly linked through the blocks
-    themselves, because a prefix hit takes a block out of its middle (as vLLM's FreeKVCacheBlockQueue does).
+    that cached content is evicted in least-recently-used order; pinned content follows, in the same order. The list is
+    doubly linked through the blocks themselves, because a prefix hit takes a block out of its middle (as vLLM's
+    FreeKVCacheBlockQueue does).
     """
 
     def __init__(self) -> None:
         self.size = 0
         self._ends = Block(-1, self)  # sentinel of a circular list
+        self._pinned = Block(-1, self)  # stands before the first block with pinned content
+        self._pinned.next = self._pinned.previous = self._ends
+        self._ends.next = self._ends.previous = self._pinned
 
     def __iter__(self) -> Iterator["Block"]:
         block = self._ends.next
         while block is not self._ends:
-            yield block
+            if block is not self._pinned:
+                yield block
             block = block.next
 
     @property
     def head(self) -> "Block":
         """The block that is evicted next; the list must not be empty."""
-        return self._ends.next
+        first = self._ends.next
+        return first.next if first is self._pinned else first
 
     def add(self, block: "Block", *, last: bool) -> None:
-        """Add a block at the tail or at the head."""
-        before = self._ends if last else self._ends.next
+        """Add a block at the tail of those with its kind of content, or at the head."""
+        is_pinned = block.node is not None and block.node.num_pins > 0
+        before = self._ends.next if not last else self._ends if is_pinned else self._pinned
         block.previous, block.next = before.previous, before
         before.previous.next = before.previous = block
         self.size += 1
@@ -65,12 +72,13 @@ class Node:
     Attributes:
         blocks: those on the device; with recurrent layers, the page of the state after the text is the last one.
         copies: likewise, those on the host.
+        num_pins: number of pins (`Pins`).
     """
 
-    __slots__ = ("blocks", "copies", "number", "parent", "tokens")
+    __slots__ = ("blocks", "copies", "num_pins", "number", "parent", "tokens")
 
     def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_kinds: int):
-        self.number, self.parent, self.tokens = number, parent, tokens
+        self.number, self.parent, self.tokens, self.num_pins = number, parent, tokens, 0
         self.blocks: list[Block | None] = [None] * num_kinds
         self.copies: list[Block | None] = [None] * num_kinds
 

@@ -35,9 +35,9 @@ class HostTier:
     """Moves of cached blocks between the pool on the device and that on the host, which share a prefix tree.
 
     A block that is evicted from the device is copied to the least recently used place of the host, unless its copy is
-    there. A copy returns to the device when a request with its text is to start, and stays on the host, too. Moves take
-    effect at once in the tree, and are part of the next plan. Until then, no place of the host that a move reads or
-    writes is given away: `take` returns the moves and ends this.
+    there, or the place is pinned and the block is not. A copy returns to the device when a request with its text is to
+    start, and stays on the host, too. Moves take effect at once in the tree, and are part of the next plan. Until then,
+    no place of the host that a move reads or writes is given away: `take` returns the moves and ends this.
 
     Args:
         cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
@@ -143,10 +143,12 @@ class HostTier:
         self._back.pop(block.block_id, None)  # it may be evicted in the step that would load it
         if node.copies[group] is not None or len(node.tokens) < self.device.block_size:
             return
-        host = self.host
-        place = host.allocate_page() if group == len(self.device.windows) else host.allocate(group)
-        if place is None:
+        host, is_page = self.host, group == len(self.device.windows)
+        evicted = host.next_evicted(pages=is_page)
+        if evicted is None or (evicted.node is not None and evicted.node.num_pins and not node.num_pins):
             return
+        place = host.allocate_page() if is_page else host.allocate(group)
+        assert place is not None, "a place is free"
         host.block(place).group = group
         host.tree.attach(node, host.block(place))
         self._out.append((block.block_id, place))

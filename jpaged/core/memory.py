@@ -9,6 +9,7 @@ from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
 from jpaged.core.blocks import Parent
 from jpaged.core.host_tier import HostTier
 from jpaged.core.pages import STATE_EVERY
+from jpaged.core.pins import Pins
 from jpaged.core.plan import Pairs
 from jpaged.core.prefix_tree import common_length
 from jpaged.core.request import FinishReason, Request, Sequence
@@ -26,8 +27,10 @@ class Memory:
         exact: tokens of outputs are computed one by one, also after a preemption, and are not in the prefix cache: they
             are attended in another order than tokens of prompts, which the same text may be later.
         num_adapters: number of slots for adapters.
+        pinned_share: maximum share of the pool that the pinned prefixes of each tenant take.
 
     Attributes:
+        pins: the pinned prefixes.
         tier: moves of cached blocks to the host and back; None if the pool on the host keeps no copies.
         leaving: ended sequences whose row and blocks a step in flight may still write.
     """
@@ -35,12 +38,14 @@ class Memory:
     def __init__(
         self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str,
         swap_costs: tuple[float, float], exact: bool = False, num_adapters: int = 0,
+        pinned_share: float = 1.0,
     ):  # fmt: skip
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows, num_adapters)
         self.preemption, self.swap_costs, self.exact = preemption, swap_costs, exact
         self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
         keeps_copies = host_pool is not None and host_pool.is_copy
         self.tier = HostTier(pool, host_pool, swap_costs[0]) if host_pool and keeps_copies else None
+        self.pins = Pins(pool.tree, int(pinned_share * pool.num_blocks / len(pool.windows)))
         self.leaving: set[Sequence] = set()
 
     def clear(self, requests: Iterable[Request]) -> None:
@@ -48,6 +53,7 @@ class Memory:
 
         The requests that continue lose every computed token.
         """
+        self.pins.clear()
         for pool in (self.pool, self.host_pool):
             if pool is not None:
                 pool.clear()
@@ -316,10 +322,13 @@ class Memory:
             self.leaving.add(sequence)
             return
         self.leaving.discard(sequence)
+        request = sequence.request
         # Without an output token no sample has shown yet that the KV is finite. Beams that are dropped have no reason.
         valid = sequence.finish_reason not in (None, FinishReason.ERROR) and sequence.num_output_tokens > 0
         if valid and sequence.table.pool is self.pool:
             self.remember(sequence, min(sequence.num_computed_tokens, sequence.num_tokens - 1), ended=True)
+            if request.pin_s:
+                self.pins.keep(request.tenant, sequence.nodes, request.pin_s)
         sequence.free()
         self.rows.release(sequence)
 

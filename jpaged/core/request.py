@@ -248,6 +248,7 @@ class Request:
             together have the share of one.
         tenant_turn: number of the last turn among the tenant's requests; 0 before the first.
         cache_salt: only requests with the same salt share cached prefixes and, for drafts, past outputs.
+        pin_s: seconds after its end for which the cached prefix of its prompt and outputs is pinned.
         adapter: number of the low-rank adapter that computes it; None: the model alone does.
         eos_tokens: the end-of-sequence tokens that end the output; none with `ignore_eos`.
         num_top: number of most likely tokens to list with each sample; None: neither list nor rank.
@@ -273,6 +274,7 @@ class Request:
     tenant: str | None = None
     tenant_turn: int = 0
     cache_salt: str = ""
+    pin_s: float = 0.0
     adapter: int | None = None
     bans: Bans = field(default_factory=Bans)
     eos_tokens: frozenset[int] = frozenset()

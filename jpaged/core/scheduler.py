@@ -60,7 +60,7 @@ class Scheduler:
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
         decode_costs, draft_model: as in `Drafting`.
-        num_adapters: as in `Memory`.
+        num_adapters, pinned_share: as in `Memory`.
 
     Attributes:
         drafting: the drafts of requests.
@@ -90,6 +90,7 @@ class Scheduler:
         decode_costs: DecodeCosts = UNKNOWN,
         draft_model: DraftModelLimits | None = None,
         num_adapters: int = 0,
+        pinned_share: float = 1.0,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
@@ -98,7 +99,9 @@ class Scheduler:
         self.step_overhead, self.headroom = step_overhead, headroom
         self.drafting = Drafting(limits, pool, decode_costs, draft_model)
         swap_costs = block_swap_cost, page_swap_cost
-        self.memory = Memory(pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact, num_adapters)
+        self.memory = Memory(
+            pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact, num_adapters, pinned_share
+        )
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()
         self.holds_new = False
@@ -168,6 +171,7 @@ class Scheduler:
         client: str | None = None,
         tenant: str | None = None,
         cache_salt: str = "",
+        pin_s: float = 0.0,
         adapter: int | None = None,
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> Request:
@@ -180,9 +184,11 @@ class Scheduler:
             raise InvalidParameter("request_id", f"{request_id!r} is already in use")
         if priority and self.policy != "priority":
             raise InvalidParameter("priority", f"must be 0 under the policy {self.policy!r}, not {priority}")
+        if not 0 <= pin_s < math.inf:
+            raise InvalidParameter("pin_s", f"must be a finite number of seconds, at least 0, not {pin_s}")
         request = make_request(request_id, prompt_token_ids, params, seed, bad_words, self.capacity)
         request.prompt, request.client, request.tenant, request.adapter = prompt, client, tenant, adapter
-        request.cache_salt = salt_with(adapter, cache_salt)
+        request.cache_salt, request.pin_s = salt_with(adapter, cache_salt), pin_s
         request.rank = priority, self._turns.take(client, request.num_sequences), next(self._arrivals)
         request.sequences.append(Sequence(request, list(prompt_token_ids), BlockTable(self.pool)))
         request.sequences[0].drafter = self.drafting.drafter_of(request)
@@ -200,6 +206,10 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence, and with its last one the request."""
         finish(sequence, reason, stop_reason, self.queues, self.memory)
+
+    def advance(self, now: float) -> None:
+        """Take the present time in seconds, by which pins of prefixes end."""
+        self.memory.pins.advance(now)
 
     def wanted_drafts(self) -> list[Wanted]:
         """Return the sequences that want drafts of a draft model in the next step, and how many."""

@@ -124,6 +124,7 @@ class EngineStats(NamedTuple):
     Attributes:
         num_groups: groups of layers; a block holds the tokens of one of them.
         num_host_blocks: evicted blocks of the prefix cache on the host, at present.
+        num_pinned: pinned blocks of text, those of each tenant by themselves.
         num_evicted, num_returned: blocks that went to the host when they were evicted, and that returned.
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
@@ -145,6 +146,7 @@ class EngineStats(NamedTuple):
     num_kept: int = 0
     num_groups: int = 1
     num_host_blocks: int = 0
+    num_pinned: int = 0
     num_evicted: int = 0
     num_returned: int = 0
 
@@ -158,6 +160,7 @@ class Placing(TypedDict, total=False):
         client: the client whose turns the request takes in the queue; None: the order of arrival.
         tenant: the tenant with which the request shares steps, rows and blocks; None is one more tenant.
         cache_salt: only requests with the same salt share cached prefixes.
+        pin_s: seconds after the request's end for which its prefix is evicted after all that is not pinned.
     """
 
     prompt: str | None
@@ -165,6 +168,7 @@ class Placing(TypedDict, total=False):
     client: str | None
     tenant: str | None
     cache_salt: str
+    pin_s: float
 
 
 class RequestOptions(Placing, total=False):
@@ -249,8 +253,8 @@ class Engine:
             num_swapped_blocks=scheduler.num_swapped_blocks, prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits, num_drafted=scheduler.num_drafted, num_drafts=scheduler.num_drafts,
             num_kept=scheduler.num_kept, num_groups=len(pool.windows),
-            num_host_blocks=pool.tree.num_copies, num_evicted=tier.num_out if tier else 0,
-            num_returned=tier.num_back if tier else 0,
+            num_host_blocks=pool.tree.num_copies, num_pinned=scheduler.memory.pins.count,
+            num_evicted=tier.num_out if tier else 0, num_returned=tier.num_back if tier else 0,
         )  # fmt: skip
 
     @property
@@ -413,6 +417,7 @@ class Engine:
         the next steps, to the same tokens, or can be aborted or expelled (`restart`).
         """
         try:
+            self.scheduler.advance(self._clock())
             self._dispatch()
             if not self._in_flight:
                 assert not self.has_work, "there is work, and none of it was scheduled"

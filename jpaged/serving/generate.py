@@ -64,7 +64,7 @@ async def generate(service: Service, exchange: Exchange, turn: str, tenant: str 
     frames = answer.dialect.frames
     with body.rename_error_fields():
         options = RequestOptions(bad_words=bad_words, client=tenant or answer.id, tenant=tenant)
-        options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+        options |= {"priority": body.priority or 0, "cache_salt": body.cache_salt or "", "pin_s": body.pin_seconds}
         options["shown_tokens"] = shown_tokens
         options["adapter"] = service.adapter_of(body.model)
         if params.structured_outputs is not None:

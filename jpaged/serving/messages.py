@@ -14,14 +14,31 @@ from jpaged.serving.translated import Tolerant, TranslatedChat
 BILLING = "x-anthropic-billing-header:"
 
 
-class TextBlock(Open):
+# Seconds of the lifetimes of `cache_control`.
+PIN_LIFETIMES = {"5m": 300.0, "1h": 3600.0}
+
+
+class CacheControl(Open):
+    """Wish to find the prompt up to here in the cache later: its whole prefix is pinned."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cacheable(Open):
+    """Part of a prompt with such a wish."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cacheable):
     """Text in the content of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(Open):
+class ToolUseBlock(Cacheable):
     """Call that the assistant has made."""
 
     type: Literal["tool_use"]
@@ -30,7 +47,7 @@ class ToolUseBlock(Open):
     input: JsonObject
 
 
-class ToolResultBlock(Open):
+class ToolResultBlock(Cacheable):
     """Result of a call."""
 
     type: Literal["tool_result"]
@@ -63,7 +80,7 @@ class MessageParam(Open):
     content: str | Annotated[Items[Block], Field(max_length=MAX_PARTS)]
 
 
-class ClientTool(Open):
+class ClientTool(Cacheable):
     """Tool that the client runs."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="1 to 64 letters, digits, _, . and -")
@@ -130,6 +147,7 @@ class CountTokensRequest(Tolerant):
     system: str | Annotated[Items[TextBlock], Field(max_length=MAX_PARTS)] | None = None
     tools: Annotated[Items[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
@@ -151,7 +169,8 @@ class CountTokensRequest(Tolerant):
     def _chat_fields(self) -> JsonObject:
         messages, wanted = self._transcript().messages, (self.output_config or OutputConfig()).format
         tools = [_function(tool) for tool in self.tools or () if isinstance(tool, ClientTool)]
-        fields = self.common() | {"messages": messages, "tools": tools or None} | self._choice(bool(tools))
+        fields = self.common() | {"messages": messages, "tools": tools or None, "pin_s": self._pin_s}
+        fields |= self._choice(bool(tools))
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True  # the beginning of the answer
         if wanted is not None:
@@ -161,6 +180,15 @@ class CountTokensRequest(Tolerant):
             switches = dict.fromkeys(THINKING, self.thinking.type == "enabled")
             fields["chat_template_kwargs"] = switches | (self.chat_template_kwargs or {})
         return fields
+
+    @property
+    def _pin_s(self) -> float | None:
+        """Seconds for which the prefix is pinned: the longest that a part of the prompt asks for."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        wishes = [part.cache_control for part in (*blocks, *(self.tools or ())) if isinstance(part, Cacheable)]
+        lifetimes = [PIN_LIFETIMES[wish.ttl or "5m"] for wish in (*wishes, self.cache_control) if wish]
+        return max(lifetimes, default=self.pin_s)
 
     def _choice(self, has_tools: bool) -> JsonObject:
         """Return the fields of a chat for the choice between tools."""

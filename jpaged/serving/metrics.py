@@ -50,6 +50,7 @@ GAUGES: dict[str, Number] = {
     "num_requests_running": ("Running requests", lambda s: s.num_running),
     "num_requests_waiting": ("Waiting requests", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("Share of the KV blocks in use, from 0 to 1", lambda s: s.num_used_blocks / s.num_blocks),
+    "prefix_cache_pinned_blocks": ("Pinned KV blocks of the prefix cache", lambda s: s.num_pinned),
     "prefix_cache_host_blocks": ("Cached KV blocks on the host", lambda s: s.num_host_blocks),
 }
 TOTALS: dict[str, Number] = {

@@ -60,7 +60,8 @@ def _explain(model: type[BaseModel], name: str, problem: Any) -> str:
     if problem["type"] == "missing" and len(problem["loc"]) == 1:
         return "is required"
     value = shown(problem["input"])
-    if name == "messages" and problem["loc"][-1:] == ("type",) and "content" in problem["loc"]:
+    place = problem["loc"][-2:]
+    if name == "messages" and place[-1] == "type" and place[0] != "cache_control" and "content" in problem["loc"]:
         return f"content parts of type {value} are not supported; text is"
     if field.description:
         return f"must be {field.description}, not {value}"

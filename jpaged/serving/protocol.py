@@ -37,6 +37,8 @@ Params = SamplingParams | BeamSearchParams
 
 MAX_PROMPTS = 4096  # a longer list would take the event loop's time to check
 MAX_METADATA = 16
+# Seconds for which a prefix is pinned by `prompt_cache_key`, and by `prompt_cache_retention` "24h".
+PIN_S, DAY_S = 300.0, 86400.0
 
 
 class StreamOptions(Strict):
@@ -154,6 +156,9 @@ class GenerationRequest(_Common):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
+    pin_s: float | None = Field(default=None, ge=0, le=DAY_S, description=f"seconds from 0 to {DAY_S}")
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -168,7 +173,6 @@ class GenerationRequest(_Common):
         default=None, max_length=MAX_METADATA, description=f"up to {MAX_METADATA} texts by name"
     )
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = None
 
@@ -186,6 +190,15 @@ class GenerationRequest(_Common):
     def max_new_tokens(self) -> int | None:
         """Maximum output tokens, by either name."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def pin_seconds(self) -> float:
+        """Seconds for which the prefix is pinned after the request's end."""
+        if self.pin_s is not None:
+            return self.pin_s
+        if self.prompt_cache_retention == "24h":
+            return DAY_S
+        return 0.0 if self.prompt_cache_key is None else PIN_S
 
     @property
     def constraints(self) -> list[str]:

@@ -198,6 +198,8 @@ class ResponsesRequest(Tolerant):
     metadata: dict[str, str] | None = Field(
         default=None, max_length=MAX_METADATA, description=f"up to {MAX_METADATA} texts by name"
     )
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     user: str | None = None
     store: bool | None = None
     previous_response_id: None = Field(default=None, description=NOT_STORED)
@@ -237,6 +239,8 @@ class ResponsesRequest(Tolerant):
                 or None,
                 "tool_choice": self._tool_choice() if functions or self.tool_choice not in ("auto", "none") else None,
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "prompt_cache_key": self.prompt_cache_key,
+                "prompt_cache_retention": self.prompt_cache_retention,
                 "max_tokens": self.max_output_tokens,
                 "stop": self.stop,
                 "response_format": _response_format(text),

@@ -65,6 +65,7 @@ class Tolerant(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Items[int] | None = None
     cache_salt: str | None = Field(default=None, min_length=1, description="a non-empty text")
+    pin_s: float | None = None
     priority: int | None = None
     chat_template_kwargs: JsonObject | None = None
     # Those of both APIs.

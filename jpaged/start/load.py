@@ -137,7 +137,7 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
         page_swap_cost=measured.page_swap_cost,
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
         decode_costs=measured.decode_costs, draft_model=draft_model,
-        num_adapters=_num_adapters(config),
+        num_adapters=_num_adapters(config), pinned_share=config.pinned_share,
     )  # fmt: skip
 
 

@@ -62,8 +62,10 @@ class World:
         if event == "add":
             prompt, params, options = rng.choice(self.kinds)
             options |= {"cache_salt": rng.choice(["", "", "a"]), "seed": rng.randrange(2)}
+            options["pin_s"] = (0, 0, 3, 20)[len(self.requests) % 4]
             self.requests.append(scheduler.add(str(len(self.requests)), prompt, params, **options))
         elif event == "schedule" and len(self.in_flight) < 2:
+            scheduler.advance(len(self.requests))
             plan = traffic.schedule(scheduler)
             if plan is not None:
                 self.in_flight.append((plan, self.runner.dispatch(plan)))

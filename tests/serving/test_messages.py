@@ -191,7 +191,31 @@ def test_blocks_become_messages():
         {"role": "tool", "tool_call_id": "t2", "content": "no\non"},
         {"role": "user", "content": "And now?"},
         {"role": "system", "content": "Later."},
-    ]}  # fmt: skip
+    ], "pin_s": 300.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields, seconds",
+    [
+        ({}, None),
+        ({"pin_s": 20.0}, 20.0),
+        ({"cache_control": {"type": "ephemeral"}}, 300.0),
+        ({"system": [text("Be brief.") | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]}, 3600.0),
+        ({"tools": [WEATHER | {"cache_control": {"type": "ephemeral", "ttl": "5m"}}, TIME]}, 300.0),
+        ({"tools": [WEATHER | {"cache_control": None}]}, None),
+    ],
+)
+def test_cache_control_pins_the_prefix_for_the_longest_lifetime(fields, seconds):
+    part = text("Hi") | ({"cache_control": {"type": "ephemeral"}} if "system" in fields else {})
+    assert chat_of(messages=[{"role": "user", "content": [part]}], **fields).get("pin_s") == seconds
+
+
+@pytest.mark.parametrize("control", [{"type": "persistent"}, {"type": "ephemeral", "ttl": "2h"}, {}])
+async def test_an_unknown_lifetime_is_refused(scripted_client, control):
+    content = [text("Hi") | {"cache_control": control}]
+    request = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    response = await scripted_client.session.post(PATH, json=request)
+    assert response.status == 400 and "cache_control" in (await response.json())["error"]["message"]
 
 
 def test_options_become_those_of_a_chat():

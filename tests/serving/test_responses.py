@@ -276,7 +276,7 @@ async def test_ignored_parts_are_told_once_in_the_log(scripted_client, caplog):
     for _ in range(2):
         response = await scripted_client.post(PATH, body | {"tools": tools, "tool_choice": "auto"})
         assert response["store"] is False and response["tools"] == []
-    names = ["client_metadata", "prompt_cache_key", *(f"tools of type {each['type']}" for each in tools), "store"]
+    names = ["client_metadata", *(f"tools of type {each['type']}" for each in tools), "store"]
     assert [each.message for each in caplog.records] == [f"{PATH}: {name!r} is ignored" for name in names]
 
 

@@ -51,6 +51,8 @@ def snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
         "used": pool.num_used,
         "held": sum(len(sequence.table.held) for sequence in live),  # a shared block counts for each table
         "branches": len(live),
+        "pinned": scheduler.memory.pins.count,
+        "on_host": pool.tree.num_copies,
         "running": len(running),
         "waiting": len(scheduler.waiting),
         "requests": _listed(running, recorder),

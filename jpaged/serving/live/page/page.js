@@ -128,6 +128,8 @@ function render(facts) {
   get("events-count").textContent = `${count(totals.copies)} copied, ${count(totals.preemptions)} preempted`;
   const kinds = pool.counts();
   for (const [kind, blocks] of Object.entries(kinds)) get(`count-${kind}`).textContent = count(blocks);
+  const more = { "pinned": facts.pinned, "copied to the host": facts.on_host };
+  get("cached-more").textContent = Object.entries(more).map(([words, blocks]) => (blocks ? `; ${count(blocks)} ${words}` : "")).join("");
   get("folded").textContent = foldedWords();
   get("saving").textContent = saving(facts, kinds);
 

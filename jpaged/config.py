@@ -292,6 +292,11 @@ class EngineConfig:
         0.5, "maximum share of the KV pool for the prefixes that the requests of each API key have pinned (pin_s, "
         "prompt_cache_key, cache_control)", low=0, high=1,
     )  # fmt: skip
+    kv_cache_dir: str | None = _memory(
+        None, "folder for evicted blocks of the prefix cache, which further starts find; only this user may read it",
+        unit="DIR",
+    )  # fmt: skip
+    kv_cache_dir_size: float = _memory(16.0, "maximum size of the files in kv_cache_dir, in GiB", low=0, unit="GIB")
     swap_space: float = _memory(
         4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most "
         "half of the free memory is used", low=0, unit="GIB",
@@ -340,6 +345,8 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
         Speculation.of(self.speculative_config)
+        if self.kv_cache_dir and not (self.enable_prefix_caching and self.swap_space):
+            raise ValueError("kv_cache_dir: needs enable_prefix_caching and swap_space, through which blocks return")
         if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:
             raise ValueError("kv_cache_memory_bytes: can't be combined with num_gpu_blocks_override")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:

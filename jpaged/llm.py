@@ -230,6 +230,10 @@ class LLM:
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, pin_s=pin_s
         )  # fmt: skip
 
+    def close(self) -> None:
+        """Write the cached prefixes to `kv_cache_dir`, if there is one, for the next start. Call nothing after it."""
+        self._worker.run(lambda stop: self.engine.close())
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default sampling parameters of the model's files, `generation_config` and its overrides."""
         return SamplingParams(**self._sampling_defaults)

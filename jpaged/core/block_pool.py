@@ -1,7 +1,7 @@
 """Pool of the KV blocks of one memory: reference counts, free blocks, and cached content of free blocks."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jpaged.core.blocks import Block, FreeList, Node, Parent
@@ -198,6 +198,18 @@ class BlockPool:
         if len(tokens) >= self.min_shared:
             self._remember(block_ids, parent, tuple(tokens))
 
+    def node_of(self, parent: Parent, tokens: tuple[int, ...]) -> Node:
+        """Return the node that offers some tokens under a parent. If it is new, it must get a block."""
+        node, replaced = self.tree.add(parent, tokens)
+        for block in replaced.held if replaced else ():
+            self._drop(block)
+        return node
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks and the free pages, each in the order of their eviction."""
+        yield from self._free
+        yield from self._free_pages
+
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """Return the longest cached prefix of some tokens. It changes nothing; `share` takes the blocks.
 
@@ -309,12 +321,9 @@ class BlockPool:
 
     def _remember(self, block_ids: Sequence[int], parent: Parent, tokens: tuple[int, ...]) -> int:
         """Return the node that offers some tokens under a parent, with the given blocks where it had none."""
-        node, replaced = self.tree.add(parent, tokens)
+        node = self.node_of(parent, tokens)
         if len(node.tokens) == len(tokens):
             self._fill(node, block_ids)
-        if replaced:
-            for block in replaced.held:
-                self._drop(block)
         return node.number
 
     def _fill(self, node: Node, block_ids: Sequence[int]) -> None:

@@ -146,7 +146,7 @@ class Commit:
             for block_id in sequence.table.held:
                 self.memory.pool.forget(block_id)
             for node in sequence.nodes:  # a window may have passed their blocks
-                self.memory.pool.forget_node(node)
+                self.memory.forget_node(node)
         for sequence in ended:
             finish(sequence, FinishReason.ERROR, NON_FINITE, self.queues, self.memory)
         self.advanced += [sequence for sequence in ended if sequence not in self.advanced]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.blocks import Block, Node
+from jpaged.core.disk_tier import DiskTier
 
 LEAST_MOVED = 4  # fewer blocks take as long to move as so many
 
@@ -43,12 +44,14 @@ class HostTier:
         cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
 
     Attributes:
+        disk: the files of blocks; None: there are none.
         num_out, num_back: number of blocks and pages that went to the host, and that returned, so far.
     """
 
     def __init__(self, device: BlockPool, host: BlockPool, cost: float):
         assert host.tree is device.tree, "both pools have one prefix cache"
         self.device, self.host, self.cost = device, host, cost
+        self.disk: DiskTier | None = None
         self.num_out = self.num_back = 0
         self._out: list[tuple[int, int]] = []
         self._back: dict[int, int] = {}  # from the number of a block on the device to that on the host
@@ -153,6 +156,8 @@ class HostTier:
         host.tree.attach(node, host.block(place))
         self._out.append((block.block_id, place))
         self._held.append(place)
+        if self.disk is not None:
+            self.disk.write(host.block(place))
 
 
 def _pair(source: int, place: int, first: int, first_there: int) -> tuple[int, int]:

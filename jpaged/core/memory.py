@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
 from jpaged.core.blocks import Parent
+from jpaged.core.disk_tier import Files
 from jpaged.core.host_tier import HostTier
 from jpaged.core.pages import STATE_EVERY
 from jpaged.core.pins import Pins
@@ -59,6 +60,8 @@ class Memory:
                 pool.clear()
         if self.tier:
             self.tier.clear()
+            if self.tier.disk is not None:
+                self.tier.disk.abandon()
         self.rows.clear()
         self.leaving.clear()
         for request in requests:
@@ -140,6 +143,22 @@ class Memory:
         """Return the number of blocks that a request holds."""
         return len({block_id for sequence in request.live for block_id in sequence.table.held})
 
+    def wanted_files(self, request: Request, most_s: float) -> Files:
+        """Return the files to read for a waiting request, as `DiskTier.want` does."""
+        if not self.tier or self.tier.disk is None or len(request.live) > 1 or self._lacks_samples(request):
+            return []
+        (sequence,) = request.live
+        if len(sequence.table):  # it was swapped out
+            return []
+        tokens = sequence.tokens[: sequence.num_tokens - 1]
+        return self.tier.disk.want(request.request_id, tokens, request.cache_salt, most_s)
+
+    def forget_node(self, number: int) -> None:
+        """Remove all blocks of a node from the prefix cache, in all tiers."""
+        if self.tier and self.tier.disk is not None and (node := self.pool.tree.nodes.get(number)):
+            self.tier.disk.forget(node)
+        self.pool.forget_node(number)
+
     def restore(self, request: Request, reserved: int, budget: int, *, alone: bool) -> int | None:
         """Move the cached prefix of a waiting request from the host, if that costs less than its computation.
 
@@ -153,6 +172,8 @@ class Memory:
         """
         if self.tier is None or len(request.live) > 1 or self._lacks_samples(request):
             return 0
+        if self.tier.disk is not None and self.tier.disk.fetching == request.request_id:
+            return None
         (sequence,), pool = request.live, self.pool
         tokens, salt = sequence.tokens[: sequence.num_tokens - 1], request.cache_salt
         if (found := self.tier.find(tokens, salt)) is None:

@@ -18,6 +18,7 @@ from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
+from jpaged.core.disk_tier import DiskTier, Files
 from jpaged.core.drafting import Drafting, Wanted
 from jpaged.core.drafts import UNKNOWN, DecodeCosts, DraftModelLimits, ModelDrafter
 from jpaged.core.memory import Memory
@@ -210,6 +211,30 @@ class Scheduler:
     def advance(self, now: float) -> None:
         """Take the present time in seconds, by which pins of prefixes end."""
         self.memory.pins.advance(now)
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The files of cached blocks."""
+        return self.memory.tier.disk if self.memory.tier else None
+
+    def close_files(self) -> None:
+        """Keep no further blocks in files."""
+        if self.memory.tier:
+            self.memory.tier.disk = None
+
+    def wanted_files(self) -> Files:
+        """Return the files to read before the next step, for the first waiting request; `disk.arrive` must follow.
+
+        Beside running requests, reading takes no more time than the tokens of a step with decodes.
+        """
+        if self.disk is None:
+            return []
+        self.disk.fetching = None
+        if self._must_wait or self.holds_new or not (self.waiting and self.rows.free):
+            return []
+        bounded = self.running and self.disk.token_s
+        most_s = self.tokens_beside_decodes * self.disk.token_s if bounded else math.inf
+        return self.memory.wanted_files(self.waiting.first, most_s)
 
     def wanted_drafts(self) -> list[Wanted]:
         """Return the sequences that want drafts of a draft model in the next step, and how many."""

@@ -249,6 +249,7 @@ class AsyncEngine:
                     self._fail_requests(error)
                 self._tell_waits()
             self._die(EngineDead("the engine was stopped"))
+            self._engine.close()
         except BaseException as error:
             logger.exception("the engine has failed")
             self._die(EngineDead(f"the engine has failed: {error}"))

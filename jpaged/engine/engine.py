@@ -27,6 +27,7 @@ from jpaged.core.commands import (
     WakeUp,
 )
 from jpaged.core.commit import Committed
+from jpaged.core.disk_tier import Files
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
@@ -84,6 +85,19 @@ class Runner(certify.Identified, Protocol):
         """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
 
 
+class BlockFiles(Protocol):
+    """Files of a runner's blocks."""
+
+    def fetch(self, wanted: Files) -> list[bool]:
+        """Read blocks from files to places on the host, between two steps; return whether each is there."""
+
+    def save(self, written: Files, deleted: Series[str]) -> None:
+        """Write blocks on the host to files, as they are after the last dispatched step, and delete other files."""
+
+    def close_files(self, written: Files = ()) -> None:
+        """Write the last blocks, of the pool, to files, and keep no further ones."""
+
+
 class Progress(NamedTuple):
     """New tokens of a request.
 
@@ -126,6 +140,7 @@ class EngineStats(NamedTuple):
         num_host_blocks: evicted blocks of the prefix cache on the host, at present.
         num_pinned: pinned blocks of text, those of each tenant by themselves.
         num_evicted, num_returned: blocks that went to the host when they were evicted, and that returned.
+        num_read: blocks that were read from files.
         prefix_queries: prompt tokens that were looked up in the prefix cache.
         prefix_hits: tokens among them that were in it.
         num_drafted: times that a sequence had drafts in a step.
@@ -149,6 +164,7 @@ class EngineStats(NamedTuple):
     num_pinned: int = 0
     num_evicted: int = 0
     num_returned: int = 0
+    num_read: int = 0
 
 
 class Placing(TypedDict, total=False):
@@ -196,6 +212,7 @@ class Engine:
         max_in_flight: number of steps that may be dispatched before the host sees the first one's tokens.
         clock: returns the present time in seconds, for the times of requests.
         draft_model: computes drafts before a step, if the scheduler's settings name one.
+        files: the runner, if the scheduler keeps blocks in files (`DiskTier`).
 
     Attributes:
         limits: maximum sizes of sequences and steps.
@@ -206,9 +223,10 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
         max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic, draft_model: DraftModel | None = None,
+        files: BlockFiles | None = None,
     ):  # fmt: skip
         self.scheduler, self.limits = scheduler, scheduler.limits
-        self.runner = runner
+        self.runner, self._files = runner, files
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer) if tokenizer else None
         self._masks = Masks(scheduler.vocab_size)
@@ -255,6 +273,7 @@ class Engine:
             num_kept=scheduler.num_kept, num_groups=len(pool.windows),
             num_host_blocks=pool.tree.num_copies, num_pinned=scheduler.memory.pins.count,
             num_evicted=tier.num_out if tier else 0, num_returned=tier.num_back if tier else 0,
+            num_read=tier.disk.num_read if tier and tier.disk is not None else 0,
         )  # fmt: skip
 
     @property
@@ -359,6 +378,9 @@ class Engine:
                     self._exchange(command)
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+                if (disk := self.scheduler.disk) is not None:
+                    disk.clear()
+                    self._save()
                 self._tell_draft_model(command)
             case LoadAdapter(name):
                 numbered = replace(command, number=self.adapters.next_number())
@@ -439,10 +461,40 @@ class Engine:
         """Run an update that has waited for started requests, then dispatch steps as far as they may overlap."""
         if self._next_params is not None and not self.scheduler.has_started:
             self._exchange(self._next_params)
-        while self._has_room and (plan := self.scheduler.schedule(self._drafts())):
+        while self._has_room and (plan := self._next_plan()):
             # Masks do not depend on the device's results, and are made while it works.
             make_masks = functools.partial(self._masks.of_plan, plan, self._constraint) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
+            self._save()
+
+    def _save(self) -> None:
+        """Write and delete files after a dispatched step."""
+        if self._files is not None and (disk := self.scheduler.disk) is not None:
+            self._files.save(*disk.take())
+
+    def _next_plan(self) -> StepPlan | None:
+        """Read the files that the next step wants, and plan it."""
+        disk = self.scheduler.disk
+        if self._files is not None and disk is not None and (wanted := self.scheduler.wanted_files()):
+            start = self._clock()
+            disk.arrive(self._files.fetch(wanted), self._clock() - start)
+        return self.scheduler.schedule(self._drafts())
+
+    def close(self) -> None:
+        """Write the cached prefixes to `kv_cache_dir`, if there is one, for the next start. No step may follow."""
+        if (disk := self.scheduler.disk) is None:
+            return
+        written = [] if self.asleep else disk.unsaved()
+        logger.info("kv_cache_dir: writing %d cached blocks", len(written))
+        self._save()
+        self._close_files(written)
+
+    def _close_files(self, written: Files = ()) -> None:
+        """Keep no further files, after the last blocks."""
+        self.scheduler.close_files()
+        if self._files is not None:
+            self._files.close_files(written)
+            self._files = None
 
     def _drafts(self) -> Mapping[Sequence, Series[int]]:
         """Return the drafts of the draft model for the next step. If it fails, the engine goes on without it."""
@@ -538,6 +590,9 @@ class Engine:
             self.scheduler.keep_kv()
         else:
             self.restart()
+        if self._files is not None:
+            logger.warning("kv_cache_dir: not used after an update of the parameters, until the next start")
+            self._close_files()
         self.runner.control(update)
         self.asleep -= {"weights"}
         self._tell_draft_model(update)

@@ -4,11 +4,15 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 from jax.stages import Lowered
 
+from jpaged.core.disk_tier import Files
 from jpaged.core.plan import Pairs, StepPlan
+from jpaged.runtime.disk_store import DiskStore, store_in
 from jpaged.runtime.kv_cache import KVCache, Pool, gather, scatter
 from jpaged.runtime.placement import Placement, form_of, padded, usable
 from jpaged.runtime.states import gather_pages, scatter_pages
@@ -30,6 +34,7 @@ class BlockStore:
         pool: the keys and values, and the states, of each layer.
         host: blocks of preempted requests and copies of evicted ones, in the memory of the host.
         host_pages: their pages.
+        files: files of blocks; None: there are none.
     """
 
     def __init__(self, cache: KVCache, copy_sizes: Sequence[int], placement: Placement):
@@ -39,6 +44,9 @@ class BlockStore:
         self._copy = jax.jit(cache.copy, donate_argnums=0, out_shardings=placement.pool)
         self.pool: Pool = []
         self.host = HostBlocks(placement, gather, scatter, self.block_bytes)
+        self.files: DiskStore | None = None
+        self._form: Any = None  # shape and dtype of a block, and of a page
+        self._page_form: Any = None
         self.host_pages = HostBlocks(placement, gather_pages, scatter_pages, cache.states.page_bytes)
 
     @property
@@ -84,6 +92,21 @@ class BlockStore:
             problem = f"no memory is left with a KV pool of {self.num_blocks} blocks ({self.size}); use less"
             raise ValueError(f"{self._sized_by}: {problem} ({str(error).splitlines()[0]})") from error
 
+    def open_files(self, root: Path, identity: str, limit: int) -> tuple[list[str], int]:
+        """Keep files of blocks in a folder; return the names of those that are there, and their maximum number.
+
+        Args:
+            root, identity, limit: as in `store_in`.
+
+        Raises:
+            OSError: the folder can't be used.
+        """
+        layout = [(shape[1:], dtype) for shape, dtype in self.cache.shapes(1, 1)]
+        keys_and_values, states = self.cache.parts(self.pool)
+        self._form, self._page_form = self.host.form(keys_and_values), states and self.host_pages.form(states)
+        self.files, room = store_in(root, repr((identity, layout, self.cache.groups.windows)), limit)
+        return self.files.names, room // max(self.cache.block_bytes, self.cache.states.page_bytes)
+
     def apply(self, plan: StepPlan) -> None:
         """Move the blocks of a plan.
 
@@ -95,6 +118,36 @@ class BlockStore:
             self._copy_blocks(plan.block_copies)
         if plan.swap_in:
             self._swap_in(plan.swap_in)
+
+    def fetch(self, wanted: Files) -> list[bool]:
+        """Read blocks from files to places on the host; return whether each is there."""
+        assert self.files is not None, "there are no files"
+        forms = [self._form if place >= 0 else self._page_form for place, _ in wanted]
+        found = list(self.files.read([name for _, name in wanted], forms))
+        for (place, _), block in zip(wanted, found, strict=True):
+            if block is not None and place >= 0:
+                self.host.put(place, block)
+            elif block is not None:
+                self.host_pages.put(-1 - place, block)
+        return [block is not None for block in found]
+
+    def save(self, written: Files, deleted: Sequence[str]) -> None:
+        """Write blocks on the host to files, and delete other files."""
+        assert self.files is not None, "there are no files"
+        for place, name in written:
+            self.files.write(name, self.host[place] if place >= 0 else self.host_pages[-1 - place])
+        self.files.delete(deleted)
+
+    def save_blocks(self, written: Files) -> None:
+        """Write blocks of the pool to files, and wait for them."""
+        assert self.files is not None, "there are no files"
+        keys_and_values, states = self.cache.parts(self.pool)
+        blocks = [(block, name) for block, name in written if block >= 0]
+        pages = [(-1 - page, name) for page, name in written if page < 0]
+        for host, pool, each in ((self.host, keys_and_values, blocks), (self.host_pages, states, pages)):
+            for (_, name), block in zip(each, host.gathered(pool, [number for number, _ in each]), strict=True):
+                self.files.write(name, block, wait=True)
+        self.files.flush()
 
     def _swap_out(self, moved: Pairs) -> None:
         keys_and_values, states = self.cache.parts(self.pool)

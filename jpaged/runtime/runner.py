@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from jpaged.config import Limits
 from jpaged.core.commands import Command, LoadAdapter, Sleep, UnloadAdapter, UpdateParams, WakeUp
+from jpaged.core.disk_tier import Files
 from jpaged.core.plan import Done, StepPlan, StepResult
 from jpaged.models.adapters import Slots, SlotsForm
 from jpaged.models.base import Model
@@ -213,6 +215,25 @@ class ModelRunner:
                 self._fingerprint = self.params_version, hash_arrays(repr(self.config), arrays)
         fingerprint = self._fingerprint[1]
         return fingerprint if adapter is None else f"{fingerprint}+{self.adapters.fingerprint(adapter)}"
+
+    def open_files(self, root: Path, limit: int, *, exact: bool) -> tuple[list[str], int]:
+        """Keep files of blocks in a folder, as `BlockStore.open_files` does, for the present parameters."""
+        return self.blocks.open_files(root, repr((self.fingerprint(), self.numerics, exact)), limit)
+
+    def fetch(self, wanted: Files) -> list[bool]:
+        """Read blocks from files to places on the host; return whether each is there."""
+        return self.blocks.fetch(wanted)
+
+    def save(self, written: Files, deleted: Sequence[str]) -> None:
+        """Write blocks on the host to files, and delete other files."""
+        self.blocks.save(written, deleted)
+
+    def close_files(self, written: Files = ()) -> None:
+        """Write the last blocks, of the pool, to files, and keep no further ones."""
+        if self.blocks.files is not None:
+            self.blocks.save_blocks(written)
+            self.blocks.files.close()
+            self.blocks.files = None
 
     @property
     def leaves(self) -> list[jax.Array]:

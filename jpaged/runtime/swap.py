@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.stages import Lowered
@@ -47,9 +48,8 @@ class HostBlocks:
     def swap_out(self, pool: list[jax.Array], pairs: Pairs) -> None:
         """Copy blocks to the host; `pairs` are (block of the pool, block of the host)."""
         for part in itertools.batched(pairs, self.transfers[-1]):
-            sources, _ = padded(part, self.transfers)  # of the padding, any block is read
-            blocks = self._gather(pool, self._placement.put(sources))
-            kept = jax.device_put(blocks[: len(part)], self._host)
+            blocks = list(self.gathered(pool, [block for block, _ in part]))
+            kept = jax.device_put(blocks, self._host)
             self._blocks.update(zip((host for _, host in part), kept, strict=True))
 
     def swap_in(self, pool: list[jax.Array], pairs: Pairs) -> list[jax.Array]:
@@ -73,6 +73,24 @@ class HostBlocks:
             blocks = [form.update(sharding=self._place) for form in forms]
             yield self._gather.lower(pool, ids_c)
             yield self._scatter.lower(pool, blocks, ids_c)
+
+    def form(self, pool: list[jax.Array]) -> jax.ShapeDtypeStruct:
+        """Return the shape and the dtype of a block of some arrays."""
+        form: jax.ShapeDtypeStruct = jax.eval_shape(self._gather, pool, jax.ShapeDtypeStruct((1,), "int32"))[0]
+        return form
+
+    def put(self, block_id: int, block: Any) -> None:
+        """Take a block, an array of numpy or jax, in the place of an id."""
+        self._blocks[block_id] = jax.device_put(block, self._host)
+
+    def gathered(self, pool: list[jax.Array], block_ids: Sequence[int]) -> Iterator[jax.Array]:
+        """Yield blocks of the pool."""
+        for part in itertools.batched(block_ids, self.transfers[-1]):
+            sources, _ = padded([(block_id, -1) for block_id in part], self.transfers)  # the padding reads any block
+            yield from self._gather(pool, self._placement.put(sources))[: len(part)]
+
+    def __getitem__(self, block_id: int) -> jax.Array:
+        return self._blocks[block_id]
 
     def clear(self) -> None:
         """Drop all blocks."""

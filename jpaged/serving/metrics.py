@@ -58,6 +58,7 @@ TOTALS: dict[str, Number] = {
     "num_swapped_blocks": ("KV blocks swapped to the host", lambda s: s.num_swapped_blocks),
     "prefix_cache_evicted_blocks": ("Cached KV blocks moved to the host when evicted", lambda s: s.num_evicted),
     "prefix_cache_returned_blocks": ("Cached KV blocks moved back from the host", lambda s: s.num_returned),
+    "prefix_cache_read_blocks": ("Cached KV blocks read from files", lambda s: s.num_read),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     "spec_decode_num_drafts": ("Sequences of steps with draft tokens", lambda s: s.num_drafted),

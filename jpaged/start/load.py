@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.disk_tier import DiskTier
 from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
@@ -92,10 +93,11 @@ def start_engine(
             draft_model, limits = _start_draft_model(setup.draft_model, runner, progress=progress)
         measured = measure(runner, resolved, progress=progress)
     scheduler = _scheduler_of(setup, measured, limits)
+    files = _open_files(setup, runner, scheduler, measured.token_s) if resolved.config.kv_cache_dir else None
     max_in_flight = 2 if resolved.config.async_scheduling else 1
     engine = Engine(
         scheduler, lead(runner) if lead else runner, inner, seed=resolved.config.seed, max_in_flight=max_in_flight,
-        draft_model=draft_model,
+        draft_model=draft_model, files=files,
     )  # fmt: skip
     for name, directory in (resolved.config.lora_modules or {}).items():
         engine.control(adapter_command(runner, name, directory))
@@ -139,6 +141,26 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
         decode_costs=measured.decode_costs, draft_model=draft_model,
         num_adapters=_num_adapters(config), pinned_share=config.pinned_share,
     )  # fmt: skip
+
+
+def _open_files(setup: Setup, runner: ModelRunner, scheduler: Scheduler, token_s: float) -> ModelRunner | None:
+    """Let a scheduler keep evicted blocks in files of a runner, too; None if that is not worthwhile.
+
+    Raises:
+        ValueError: the folder can't be used.
+    """
+    config, tier = setup.resolved.config, scheduler.memory.tier
+    if tier is None or not tier.is_worthwhile:
+        logger.warning("kv_cache_dir: not used, because moving a block takes longer than computing its tokens")
+        return None
+    try:
+        limit = int(config.kv_cache_dir_size * 2**30)
+        names, most = runner.open_files(Path(str(config.kv_cache_dir)), limit, exact=setup.resolved.limits.exact)
+    except OSError as error:
+        raise ValueError(f"kv_cache_dir: {error}") from error
+    tier.disk = DiskTier(tier.device, tier.host, names, most, token_s)
+    logger.info("kv_cache_dir: %d files of blocks, of at most %d", len(names), most)
+    return runner
 
 
 def _num_adapters(config: EngineConfig) -> int:

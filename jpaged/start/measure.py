@@ -55,6 +55,7 @@ class Measured(NamedTuple):
         step_overhead: cost of a step without its tokens, in tokens; inf if it is unknown.
         block_swap_cost: cost of moving one block to the host and back, in tokens; 0 if it is not needed or unknown.
         decode_costs: costs of decode steps.
+        token_s: seconds of a token in the largest step; 0 if they are unknown.
     """
 
     num_blocks: int
@@ -67,6 +68,7 @@ class Measured(NamedTuple):
     num_pages: int = 0
     num_host_pages: int = 0
     page_swap_cost: float = 0.0
+    token_s: float = 0.0
 
 
 def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progress: bool = True) -> Measured:
@@ -103,7 +105,9 @@ def measure(runner: ModelRunner, resolved: Resolved, *, beside: int = 0, progres
     overhead, decodes = step_overhead(costs, platform), decode_costs(runner, limits, costs)
     blocks, windows = runner.blocks, runner.blocks.cache.groups.windows
     pages = blocks.num_pages, blocks.num_host_pages, swap_cost * blocks.cache.states.page_bytes / blocks.block_bytes
-    return Measured(blocks.num_blocks, num_host_blocks, windows, chunk, overhead, swap_cost, decodes, *pages)
+    largest = max((bucket for bucket in costs if not bucket.decode), default=None)
+    token_s = costs[largest] / largest.num_tokens if largest else 0.0
+    return Measured(blocks.num_blocks, num_host_blocks, windows, chunk, overhead, swap_cost, decodes, *pages, token_s)
 
 
 def warm_up(runner: ModelRunner, limits: Limits, *, later: bool = False, progress: bool = True) -> StepCosts:

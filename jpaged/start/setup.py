@@ -68,6 +68,8 @@ def prepare(config: EngineConfig, *, tokenizer: Any = None, chat_template: str |
         NotImplementedError: the device does not have the requested kernels.
     """
     size = config.tensor_parallel_size or 1
+    if nnodes > 1 and config.kv_cache_dir:
+        raise ValueError(f"kv_cache_dir: needs one process, not {nnodes} (nnodes)")
     devices = devices_of_nodes(size, nnodes) if nnodes > 1 else choose_devices(size)[0]
     setup = _prepare_on(devices, config, tokenizer, chat_template)
     if config.speculative_config is None:

@@ -14,7 +14,7 @@ from jpaged.core.request import Request
 from tests.core import traffic
 
 EOS = frozenset([0])
-EVENTS = ("add",) * 10 + ("schedule",) * 30 + ("commit",) * 26 + ("abort",) * 2 + ("reset", "update")
+EVENTS = ("add",) * 10 + ("schedule",) * 30 + ("commit",) * 26 + ("abort",) * 2 + ("reset", "update", "fail", "fail")
 
 
 def _is_any(params: Params) -> bool:
@@ -45,6 +45,7 @@ class World:
             host=_host(seed) * len(windows), eos=EOS, preemption=mode, block_swap_cost=_swap_cost(seed),
             drafts=3 if method == "suffix" else rng.choice([0, 3]),
             method=method, exact=rng.random() < 0.3, windows=windows, pages=_pages(seed),
+            files=_files(seed),
         )  # fmt: skip
         wanted = [_branches, _is_beam, _is_any, _is_any] if method == "ngram" else [_may_repeat, _may_repeat]
         self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
@@ -66,9 +67,12 @@ class World:
             self.requests.append(scheduler.add(str(len(self.requests)), prompt, params, **options))
         elif event == "schedule" and len(self.in_flight) < 2:
             scheduler.advance(len(self.requests))
+            if self.runner.files and len(self.requests) % 5 == 0:
+                self.runner.files.pop(next(iter(self.runner.files)))  # someone has deleted it
+            traffic.fetch(scheduler, self.runner)
             plan = traffic.schedule(scheduler)
             if plan is not None:
-                self.in_flight.append((plan, self.runner.dispatch(plan)))
+                self.in_flight.append((plan, traffic.dispatch(scheduler, self.runner, plan)))
         elif event == "commit" and self.in_flight:
             plan, pending = self.in_flight.popleft()
             committed = scheduler.commit(plan, pending.result())
@@ -78,11 +82,22 @@ class World:
             scheduler.abort(rng.choice(self.requests).request_id)
         elif event == "reset":
             scheduler.pool.reset_prefix_cache()
+            if scheduler.disk:
+                scheduler.disk.clear()
             self.runner.version += 1
         elif event == "update":
             self.in_flight.clear()
             scheduler.recover()
+            if scheduler.disk:
+                scheduler.disk.clear()
             self.runner.control(UpdateParams(None))
+        elif event == "fail":
+            self.in_flight.clear()
+            if scheduler.disk and len(self.requests) % 2:  # it is a planned restart
+                self.runner.save_blocks(scheduler.disk.unsaved())
+                self.runner.save(*scheduler.disk.take())
+            scheduler.recover()
+            self.runner.recover()
         scheduler.check_invariants()
 
     def finish(self) -> Counter[str]:
@@ -96,6 +111,7 @@ class World:
             preemptions=scheduler.num_preemptions, swapped=scheduler.num_swapped_blocks, hits=scheduler.prefix_hits,
             copies=self.runner.num_copies, kept=scheduler.num_kept, dropped=scheduler.num_drafts - scheduler.num_kept,
             past=scheduler.num_from_past, evicted=tier.num_out if tier else 0, returned=tier.num_back if tier else 0,
+            fetched=scheduler.disk.num_read if scheduler.disk else 0,
         )  # fmt: skip
 
 
@@ -106,6 +122,8 @@ def seeds(composition: str, count: int) -> list[int]:
         fit = [seed for seed in fit if _mode(seed) in composition or ("swap" in composition and _mode(seed) == "auto")]
     if "window" in composition or "groups" in composition:
         fit = [seed for seed in fit if len(_windows(seed)) > 1]
+    if "disk" in composition:
+        fit = [seed for seed in fit if _host(seed) and _files(seed)]
     if "tier" in composition:
         fit = [seed for seed in fit if _host(seed)]
     if "state" in composition:
@@ -119,7 +137,14 @@ def _mode(seed: int) -> str:
 
 def _host(seed: int) -> int:
     """Return the number of blocks on the host for each group; without swaps, they are copies only."""
-    return 12 if _mode(seed) != "recompute" else (0, 5, 30)[seed // 3 % 3]
+    if _mode(seed) == "recompute":
+        return (0, 5, 30)[seed // 3 % 3]
+    return 6 if _files(seed) > 12 else 12
+
+
+def _files(seed: int) -> int:
+    """Return the maximum number of files: two of three runs have some."""
+    return (0, 200, 12)[seed // 3 % 3]
 
 
 def _swap_cost(seed: int) -> float:

@@ -1,9 +1,10 @@
 """Faults that show in one composition of events of a schedule. The runs of `chance` must find them."""
 
-from jpaged.core import memory, planned_step, prefix_tree
+from jpaged.core import disk_tier, memory, planned_step, prefix_tree
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
+from jpaged.core.disk_tier import DiskTier
 from jpaged.core.host_tier import HostTier
 from jpaged.core.memory import Memory
 from jpaged.core.past_outputs import PastOutputs
@@ -218,6 +219,20 @@ def _wrong_group_returns(patch):
             node.copies[group], node.copies[other], copy.group = None, copy, other
 
     patch.setattr(HostTier, "_keep", careless)
+
+
+def _file_of_another_salt(patch):
+    patch.setattr(disk_tier, "_root", lambda salt: bytes(32))
+
+
+def _files_of_old_parameters(patch):
+    """An update forgets all blocks, and not their files."""
+    patch.setattr(DiskTier, "clear", lambda tier: None)
+
+
+def _files_of_one_group(patch):
+    """The blocks of all groups have one file."""
+    patch.setattr(DiskTier, "name_of", lambda tier, node, kind: (key := tier._key(node)) and f"{key.hex()}-0")
 
 
 def _state_stays_on_the_host(patch):
@@ -639,6 +654,9 @@ FAULTS = {
     "tier, partial block, copy": _arriving_block_is_copied,
     "tier, groups": _wrong_group_returns,
     "tier, state": _state_stays_on_the_host,
+    "disk, salt": _file_of_another_salt,
+    "disk, update": _files_of_old_parameters,
+    "disk, groups": _files_of_one_group,
     "groups, window, eviction": _lost_path,
     "groups, prefix hit, eviction": _stale_group,
     "groups, prefix hit": _remembered_once_more,

@@ -10,10 +10,10 @@ from tests.core.compositions import FAULTS
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 90
+SEEDS = 180
 PARTS = (
     "chunk", "prefix hit", "partial block", "fork", "beams", "swap", "recompute", "overlap", "right drafts",
-    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups", "state", "tier",
+    "wrong drafts", "past outputs", "update", "abort", "salt", "window", "groups", "state", "tier", "disk",
 )  # fmt: skip
 
 
@@ -22,8 +22,8 @@ def test_whatever_comes_together_changes_no_output(count):
     seen = Counter()
     for seed in range(count):
         seen += chance.run(seed)
-    wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past", "evicted", "returned"}
-    assert {name for name, number in seen.items() if number >= count} >= wanted, seen
+    wanted = {"preemptions", "swapped", "hits", "copies", "kept", "dropped", "past", "evicted", "returned", "fetched"}
+    assert {name for name, number in seen.items() if number >= count // 3} >= wanted, seen
 
 
 def test_every_part_of_a_schedule_is_in_some_composition_with_a_fault():

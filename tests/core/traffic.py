@@ -8,6 +8,7 @@ from jpaged.config import Limits
 from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.commit import Committed
+from jpaged.core.disk_tier import DiskTier
 from jpaged.core.drafts import Drafter
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
@@ -109,7 +110,7 @@ class CheckedScheduler(Scheduler):
 
 def make(
     blocks=16, size=4, *, seqs=4, tokens=16, length=64, cache=True, eos=(), host=0, drafts=0, exact=False,
-    method="ngram", windows=(None,), pages=0, adapters=0, tier=True, **options,
+    method="ngram", windows=(None,), pages=0, adapters=0, tier=True, files=0, **options,
 ):  # fmt: skip
     """Return a scheduler and its fake runner. Instead of those of the method ngram, drafts are an oracle's.
 
@@ -129,7 +130,26 @@ def make(
     scheduler = CheckedScheduler(pool, limits, vocab_size=VOCAB, eos_token_ids=eos, host_pool=host_pool,
                                  num_adapters=adapters, **options)  # fmt: skip
     scheduler.memory._every = 4 * size
+    if files and scheduler.memory.tier:
+        scheduler.memory.tier.disk = DiskTier(pool, host_pool, (), files, token_s=1.0)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
+
+
+def fetch(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """Read the files that the next step wants."""
+    files = scheduler.wanted_files()
+    if files:
+        scheduler.disk.arrive(runner.fetch(files), seconds=0.5 * len(files))
+        scheduler.check_invariants()
+
+
+def dispatch(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan):
+    """Start a step, and write the files of the blocks that it brings to the host."""
+    pending = runner.dispatch(plan)
+    if scheduler.disk:
+        runner.save(*scheduler.disk.take())
+        assert set(scheduler.disk._names) >= set(runner.files), "a file is forgotten, and not deleted"
+    return pending
 
 
 def schedule(scheduler: Scheduler) -> StepPlan | None:
@@ -183,9 +203,10 @@ class Step(NamedTuple):
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> Step:
     """Run one step alone; there must be work."""
+    fetch(scheduler, runner)
     plan = schedule(scheduler)
     assert plan is not None
-    committed = scheduler.commit(plan, runner.step(plan))
+    committed = scheduler.commit(plan, dispatch(scheduler, runner, plan).result())
     scheduler.check_invariants()
     return Step(plan, committed)
 

@@ -150,6 +150,7 @@ class FakeRunner:
         # Of each page: the digest of the text before it, and the version of the parameters.
         self.states: list[tuple[int, int] | None] = [None] * scheduler.pool.num_pages
         self.host_states: list[tuple[int, int] | None] = [None] * num_host_blocks
+        self.files: dict[str, object] = {}
 
     def step(self, plan: StepPlan) -> StepResult:
         return self.dispatch(plan).result()
@@ -222,6 +223,36 @@ class FakeRunner:
                 prompt[index] = told
         self.in_flight.append((plan, {slot // self.block_size: row for slot, row in written.items()}))
         return Flying(self, plan, StepResult(samples, prompt))
+
+    def fetch(self, files: list[tuple[int, str]]) -> list[bool]:
+        """Read files to places on the host."""
+        for place, name in files:
+            if name in self.files:
+                self._put(place, self.files[name])
+        return [name in self.files for _, name in files]
+
+    def save(self, written: list[tuple[int, str]], deleted: list[str]) -> None:
+        """Write files of places on the host, and delete others."""
+        self._save(written, self.host_states, (self.host, self.host_versions, self.host_of_output))
+        for name in deleted:
+            self.files.pop(name, None)
+
+    def save_blocks(self, written: list[tuple[int, str]]) -> None:
+        """Write files of blocks on the device."""
+        self._save(written, self.states, (self.memory, self.versions, self.of_output))
+
+    def _save(self, written: list[tuple[int, str]], states: list, parts: tuple[list, ...]) -> None:
+        for block, name in written:
+            slots = slice(block * self.block_size, (block + 1) * self.block_size)
+            self.files[name] = states[-1 - block] if block < 0 else [part[slots] for part in parts]
+
+    def _put(self, place: int, content) -> None:
+        if place < 0:
+            self.host_states[-1 - place] = content
+            return
+        slots = slice(place * self.block_size, (place + 1) * self.block_size)
+        for part, values in zip((self.host, self.host_versions, self.host_of_output), content):
+            part[slots] = values
 
     def recover(self) -> None:
         """Lose all content, as a runner whose donated arrays are gone."""

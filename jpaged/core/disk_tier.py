@@ -1,0 +1,233 @@
+"""Third tier of the prefix cache: files of blocks, which outlive the engine."""
+
+import array
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.blocks import Block, Node, Parent
+
+Files = Sequence[tuple[int, str]]  # places on the host, or blocks; page p is -1 - p; and the names of their files
+
+
+class Arrival(NamedTuple):
+    """File that is read to a place on the host.
+
+    Attributes:
+        number: number of the block in its text.
+        kind: group of layers, or the number after all groups for a page.
+        text: tokens of the block.
+    """
+
+    place: int
+    name: str
+    number: int
+    kind: int
+    text: tuple[int, ...]
+
+
+class DiskTier:
+    """Files of blocks that have been on the host, by names that stand for texts.
+
+    A name is a hash (SHA-256) of a salt and all tokens up to the end of a block. Requests with adapters have no files,
+    because the numbers of adapters are those of one engine. Files are written when a block comes to the host, and read
+    to the host, from where blocks return to the device.
+
+    Args:
+        host: the pool on the host.
+        names: names of the files, the least recently used first.
+        most: maximum number of files.
+        token_s: time in which a token can be computed, in seconds; 0: unknown.
+
+    Attributes:
+        read_s: time of reading a file, in seconds, as far as it is known.
+        fetching: id of the request whose files are read in parts, of which some are left; None: there is none.
+        num_read: number of files that were read.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool, names: Iterable[str], most: int, token_s: float):
+        self.device, self.host, self.most, self.token_s = device, host, most, token_s
+        self.read_s, self.num_read = 0.0, 0
+        self.fetching: str | None = None
+        self._names = dict.fromkeys(names)  # in the order of use
+        self._written: list[tuple[int, str]] = []
+        self._deleted: list[str] = []
+        self._arriving: list[Arrival] = []
+        self._parents: dict[int, Parent] = {}  # of the blocks of the text that arrives, by number
+        self._held: list[int] = []  # its copies
+        self._limit()
+
+    def write(self, block: Block) -> None:
+        """Write the file of a block that has come to the host, unless there is one."""
+        if block.node is None or (name := self.name_of(block.node, block.group)) is None:
+            return
+        if name not in self._names:
+            self._written.append((self._number(self.host, block.block_id), name))
+        self._use(name)
+        self._limit()
+
+    def unsaved(self) -> Files:
+        """Return the cached blocks on the device that have no file, and count them as written."""
+        found: list[tuple[int, str]] = []
+        for block in self.device.free_blocks():
+            node = block.node
+            if node is None or len(node.tokens) < self.device.block_size:
+                continue
+            if (name := self.name_of(node, block.group)) and name not in self._names:
+                found.append((self._number(self.device, block.block_id), name))
+        found = found[-self.most :]
+        for _, name in found:
+            self._use(name)
+        self._limit()
+        return found
+
+    def take(self) -> tuple[Files, list[str]]:
+        """Return the places to write with the names of their files, and the names of files to delete."""
+        taken = self._written, self._deleted
+        self._written, self._deleted = [], []
+        return taken
+
+    def abandon(self) -> None:
+        """Forget what is under way, after the pools have been cleared."""
+        for _, name in self._written:
+            self._names.pop(name, None)
+        self._written, self._arriving, self._held, self.fetching = [], [], [], None
+
+    def forget(self, node: Node) -> None:
+        """Delete the files of a node."""
+        for kind in range(len(node.blocks)):
+            if (name := self.name_of(node, kind)) in self._names:
+                self._delete(str(name))
+
+    def clear(self) -> None:
+        """Delete all files."""
+        for name in list(self._names):
+            self._delete(name)
+
+    def want(self, request_id: str, tokens: Sequence[int], salt: str, most_s: float) -> Files:
+        """Return the files to read next for a text, with free places on the host, which stay taken until `arrive`.
+
+        Args:
+            request_id: the request whose text it is; if files are left, it becomes `fetching`.
+            most_s: maximum seconds that the reading may take.
+        """
+        self.fetching = None
+        if not self._names or "\0" in salt:
+            return []
+        path = [node for node, _ in self.host.tree.walk(tokens, salt, None)]
+        missing = list(self._missing(path, tokens, salt))
+        if not missing:
+            return []
+        texts = len({index for _, index, _, _ in missing})
+        if self.token_s and len(missing) * self.read_s > texts * self.device.block_size * self.token_s:
+            self.read_s *= 0.98  # the disk may have been busy
+            return []
+        most = max(1, int(min(most_s / self.read_s, len(missing)))) if self.read_s else len(missing)
+        # New places must not take those of the text itself.
+        self._held = [copy.block_id for node in path for copy in node.copies if copy]
+        for place in self._held:
+            self.host.share(place)
+        arrivals = self._arriving = []
+        for name, index, kind, text in missing[:most]:
+            is_page = kind == len(self.host.windows)
+            free = self.host.allocate_page() if is_page else self.host.allocate(kind)
+            if free is None:
+                break
+            arrivals.append(Arrival(free, name, index, kind, text))
+        if arrivals and len(arrivals) == most < len(missing):
+            self.fetching = request_id
+        self._parents = {0: salt} | {index + 1: node.number for index, node in enumerate(path)}
+        return [(self._number(self.host, each.place), each.name) for each in arrivals]
+
+    def arrive(self, found: Sequence[bool], seconds: float) -> None:
+        """Take the blocks whose files were read into the prefix cache, and forget the other files.
+
+        Args:
+            seconds: time of reading all of them.
+        """
+        each_s = seconds / max(1, len(self._arriving))
+        self.read_s = each_s if not self.read_s else 0.7 * self.read_s + 0.3 * each_s
+        for arrival, is_there in zip(self._arriving, found, strict=True):
+            parent = self._parents.get(arrival.number)  # none if a file before this one is lost
+            if not is_there:
+                self._names.pop(arrival.name, None)
+            elif parent is not None:
+                node = self.device.node_of(parent, arrival.text)
+                self._parents[arrival.number + 1] = node.number
+                self.host.tree.attach(node, self.host.block(arrival.place))
+                self._use(arrival.name)
+                self.num_read += 1
+        for place in (*self._held, *(arrival.place for arrival in reversed(self._arriving))):
+            self.host.free(place)
+        self._arriving, self._held = [], []
+
+    def name_of(self, node: Node, kind: int) -> str | None:
+        """Return the name of a block's file; None if there can be none."""
+        key = self._key(node)
+        return None if key is None else f"{key.hex()}-{kind}"
+
+    def _missing(
+        self, path: Sequence[Node], tokens: Sequence[int], salt: str
+    ) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+        """Yield the files of a text whose blocks are in no memory: name, number of the block, kind, tokens.
+
+        Args:
+            path: the nodes of the text.
+        """
+        size, kinds, groups = self.device.block_size, self.host.tree.num_kinds, len(self.device.windows)
+        last = _root(salt)
+        for index in range(len(tokens) // size):
+            text = tuple(tokens[index * size : (index + 1) * size])
+            node = path[index] if index < len(path) else None
+            key = self._key(node) if node else _next(last, text)
+            assert key is not None, "texts with this salt have files"
+            last = key
+            held = [bool(node and (node.blocks[kind] or node.copies[kind])) for kind in range(kinds)]
+            names = [f"{key.hex()}-{kind}" for kind in range(kinds)]
+            if not any(held[:groups]) and not any(name in self._names for name in names[:groups]):
+                return
+            for kind, name in enumerate(names):
+                if not held[kind] and name in self._names:
+                    yield name, index, kind, text
+
+    def _key(self, node: Node) -> bytes | None:
+        """Return the hash of a text up to the end of a node; None with an adapter, and without the text before it."""
+        path, key = [node], node.key
+        while key is None:
+            parent = path[-1].parent
+            if not isinstance(parent, int):
+                if "\0" in parent:
+                    return None
+                key = _root(parent)
+            elif (before := self.host.tree.nodes.get(parent)) is None:  # windows have passed its blocks
+                return None
+            else:
+                key = before.key
+                path.append(before)
+        for each in reversed(path):
+            key = each.key = each.key or _next(key, each.tokens)
+        return key
+
+    def _number(self, pool: BlockPool, block_id: int) -> int:
+        return block_id if block_id < pool.num_blocks else pool.num_blocks - 1 - block_id
+
+    def _use(self, name: str) -> None:
+        self._names.pop(name, None)
+        self._names[name] = None
+
+    def _delete(self, name: str) -> None:
+        del self._names[name]
+        self._deleted.append(name)
+
+    def _limit(self) -> None:
+        while len(self._names) > self.most:
+            self._delete(next(iter(self._names)))
+
+
+def _root(salt: str) -> bytes:
+    return hashlib.sha256(b"salt" + salt.encode(errors="surrogatepass")).digest()
+
+
+def _next(key: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(key + array.array("i", tokens).tobytes()).digest()

@@ -115,7 +115,7 @@ class AsyncEngine:
         self._waits: list[tuple[Command, Future[None]]] = []
         self._error: EngineDead | None = None
         self._lock = threading.Lock()  # between a last call and the engine's end
-        self._stopping = False
+        self._stopping, self._saves = False, True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -131,8 +131,13 @@ class AsyncEngine:
         """Start the engine's thread."""
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End the thread after its current step; unfinished requests end in EngineDead."""
+    async def stop(self, *, save: bool = True) -> None:
+        """End the thread after its current step; unfinished requests end in EngineDead.
+
+        Args:
+            save: write the cached prefixes to `kv_cache_dir`, if there is one.
+        """
+        self._saves = save
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -249,7 +254,8 @@ class AsyncEngine:
                     self._fail_requests(error)
                 self._tell_waits()
             self._die(EngineDead("the engine was stopped"))
-            self._engine.close()
+            if self._saves:
+                self._engine.close()
         except BaseException as error:
             logger.exception("the engine has failed")
             self._die(EngineDead(f"the engine has failed: {error}"))

@@ -485,9 +485,11 @@ class Engine:
         if (disk := self.scheduler.disk) is None:
             return
         written = [] if self.asleep else disk.unsaved()
+        start = self._clock()
         logger.info("kv_cache_dir: writing %d cached blocks", len(written))
         self._save()
         self._close_files(written)
+        logger.info("kv_cache_dir: written in %.1f seconds", self._clock() - start)
 
     def _close_files(self, written: Files = ()) -> None:
         """Keep no further files, after the last blocks."""

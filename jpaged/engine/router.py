@@ -40,9 +40,9 @@ class Router:
         for engine in self._engines:
             engine.start()
 
-    async def stop(self) -> None:
+    async def stop(self, *, save: bool = True) -> None:
         """Stop all engines."""
-        await asyncio.gather(*(engine.stop() for engine in self._engines))
+        await asyncio.gather(*(engine.stop(save=save) for engine in self._engines))
 
     def stats(self) -> EngineStats:
         """Return the sums of the engines' numbers."""

@@ -110,7 +110,7 @@ async def _drain(service: Service, hurried: asyncio.Event) -> None:
     await asyncio.wait([drained, second], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
     if not drained.done():
         logger.warning("shutting down: ending %d requests that have not finished", len(service.in_flight))
-        await service.engine.stop()  # ends the requests with an error
+        await service.engine.stop(save=False)  # ends the requests with an error
         await asyncio.wait([drained], timeout=ERROR_FLUSH_TIMEOUT_S)
     second.cancel()
     drained.cancel()

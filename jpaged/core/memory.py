@@ -178,12 +178,12 @@ class Memory:
         tokens, salt = sequence.tokens[: sequence.num_tokens - 1], request.cache_salt
         if (found := self.tier.find(tokens, salt)) is None:
             return 0
-        cost = self.tier.cost_of(len(found.missing))
-        if cost >= found.num_tokens - pool.match(tokens, salt).num_tokens:
-            return 0
         blocks = [block for node in found.path for block in node.blocks[: len(pool.windows)] if block]
         wanted = pool.most_blocks(-(-sequence.num_tokens // pool.block_size))
         if wanted - sum(block.ref_count > 0 for block in blocks) + reserved > pool.num_free:
+            return 0
+        cost = self.tier.cost_of(len(found.missing))
+        if cost >= found.num_tokens - pool.match(tokens, salt).num_tokens:
             return 0
         if cost <= budget or alone:
             self.tier.load(found, len(found.missing))

@@ -7,8 +7,9 @@ queue or a time limit, an answer that breaks its form, a hang, a leak, a traceba
 Four attackers: one makes requests from the server's description of its API (`fuzz_described.py`), one breaks bytes
 (`fuzz_bytes.py`), one puts hostile values into fields (`fuzz_fields.py`), and one keeps the server busy
 (`fuzz_mixed.py`). The server has API keys, TLS, priorities, a time limit for answers, a short queue, and a pool so
-small that requests are preempted and swapped to the host, with evicted blocks on the host and in files; the run fails if one of these was not met. Each request
-depends on the seed and its number alone. Needs schemathesis (`pip install -e ".[dev]"`) and openssl.
+small that requests are preempted and swapped to the host, with evicted blocks on the host and in files; the run fails
+if one of these was not met. Each request depends on the seed and its number alone. Needs schemathesis
+(`pip install -e ".[dev]"`) and openssl.
 """
 
 import argparse

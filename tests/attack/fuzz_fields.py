@@ -225,7 +225,8 @@ GENERATION: dict[str, Value] = {
     "logit_bias": lambda rng: {str(token(rng)): number(rng) for _ in range(rng.choice((1, 300)))},
     "allowed_token_ids": several(token, 100), "bad_words": several(text, 50), "prompt_logprobs": integer,
     "truncate_prompt_tokens": integer, "skip_special_tokens": flag, "priority": integer, "cache_salt": text,
-    "pin_s": number, "prompt_cache_key": text, "return_token_ids": flag, "response_format": response_format, "structured_outputs": structured_outputs,
+    "pin_s": number, "prompt_cache_key": text, "return_token_ids": flag, "response_format": response_format,
+    "structured_outputs": structured_outputs,
     "user": text,
     "metadata": lambda rng: {text(rng): text(rng)}, "stream_options": lambda rng: {"include_usage": flag(rng)},
     "model": one_of(text, lambda rng: "demo"),
@@ -292,7 +293,8 @@ def client_tools(rng: random.Random) -> Any:
 SHARED_BY_AGENTS: dict[str, Value] = {
     "temperature": number, "top_p": number, "top_k": integer, "seed": integer, "cache_salt": text,
     "pin_s": number, "prompt_cache_key": text,
-    "cache_control": lambda rng: {"type": "ephemeral", "ttl": rng.choice(("5m", "1h", text(rng)))}, "min_tokens": integer, "chat_template_kwargs": lambda rng: {text(rng): anything(rng)},
+    "cache_control": lambda rng: {"type": "ephemeral", "ttl": rng.choice(("5m", "1h", text(rng)))},
+    "min_tokens": integer, "chat_template_kwargs": lambda rng: {text(rng): anything(rng)},
     "metadata": lambda rng: {text(rng): text(rng)}, "model": one_of(text, lambda rng: "demo"), "unknown": anything,
 }  # fmt: skip
 RESPONSES: dict[str, Value] = SHARED_BY_AGENTS | {

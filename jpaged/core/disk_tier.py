@@ -135,7 +135,9 @@ class DiskTier:
             if free is None:
                 break
             arrivals.append(Arrival(free, name, index, kind, text))
-        if arrivals and len(arrivals) == most < len(missing):
+        if not arrivals:
+            self._release()
+        elif len(arrivals) == most < len(missing):
             self.fetching = request_id
         self._parents = {0: salt} | {index + 1: node.number for index, node in enumerate(path)}
         return [(self._number(self.host, each.place), each.name) for each in arrivals]
@@ -146,7 +148,7 @@ class DiskTier:
         Args:
             seconds: time of reading all of them.
         """
-        each_s = seconds / max(1, len(self._arriving))
+        each_s = seconds / len(self._arriving)
         self.read_s = each_s if not self.read_s else 0.7 * self.read_s + 0.3 * each_s
         for arrival, is_there in zip(self._arriving, found, strict=True):
             parent = self._parents.get(arrival.number)  # none if a file before this one is lost
@@ -158,7 +160,11 @@ class DiskTier:
                 self.host.tree.attach(node, self.host.block(arrival.place))
                 self._use(arrival.name)
                 self.num_read += 1
-        for place in (*self._held, *(arrival.place for arrival in reversed(self._arriving))):
+        self._release()
+
+    def _release(self) -> None:
+        """Let the places of a text's blocks on the host be given away, the end of the text first."""
+        for place in (*(arrival.place for arrival in reversed(self._arriving)), *reversed(self._held)):
             self.host.free(place)
         self._arriving, self._held = [], []
 

@@ -1,10 +1,11 @@
 """Memory of all sequences: KV blocks and states on the device and on the host, and the rows of running sequences."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
 
-from jpaged.core.block_pool import BlockPool
+from jpaged.core.block_pool import BlockPool, Match
 from jpaged.core.block_table import BlockTable, move, page_shortage, shortage
 from jpaged.core.blocks import Parent
 from jpaged.core.disk_tier import Files
@@ -202,13 +203,13 @@ class Memory:
         A sequence that has more in common with another one of the request waits for that one instead.
         """
         before: Sequence | None = None
-        lacks = self._lacks_samples(request)
         # In sorted order, no sequence has more in common with a sequence than the one before it.
-        for sequence in sorted(request.live, key=lambda s: s.tokens):
+        ordered = sorted(request.live, key=lambda s: s.tokens)
+        # The last token is always computed: the next token is sampled from its hidden state.
+        matches = [self.pool.match(s.tokens[: s.num_tokens - 1], request.cache_salt) for s in ordered]
+        lacks = self._lacks_samples(request) or _would_repeat(ordered, matches)
+        for sequence, match in zip(ordered, matches, strict=True):
             sequence.epoch = self.pool.epoch
-            # The last token is always computed: the next token is sampled from its hidden state.
-            limit = sequence.num_tokens - 1
-            match = self.pool.match(sequence.tokens[:limit], request.cache_salt)
             cached, sequence.known_until = 0 if lacks else match.num_tokens, match.num_known
             if before:
                 shared = min(common_length(before.tokens, sequence.tokens), before.num_tokens - 1)
@@ -372,3 +373,19 @@ class Memory:
                 pool.check_invariants(
                     (*table.block_ids, [page for _, page in table.pages]) for table in tables if table.pool is pool
                 )
+
+
+def _would_repeat(ordered: list[Sequence], matches: list[Match]) -> bool:
+    """Return whether one sequence of a request would compute what another one finds in the prefix cache.
+
+    The request could then need more blocks than the pool has. It happens if the state, or the blocks of a window, are
+    missing where the texts of two sequences part.
+
+    Args:
+        ordered: sequences in the order of their texts.
+    """
+    for (one, other), found in zip(itertools.pairwise(ordered), itertools.pairwise(matches)):
+        least, most = sorted(match.num_tokens for match in found)
+        if least < most and least < min(most, common_length(one.tokens, other.tokens)):
+            return True
+    return False

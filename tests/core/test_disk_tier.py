@@ -125,6 +125,18 @@ def test_a_host_without_room_for_all_takes_a_part():
     assert told(scheduler, runner, "d", [*FIRST, *SECOND]) == 8
 
 
+def test_a_host_without_any_room_reads_nothing_and_keeps_no_place():
+    scheduler, runner = small(blocks=12, host=2)
+    told(scheduler, runner, "a", FIRST)
+    restarted(scheduler, runner)
+    host = scheduler.host_pool
+    taken = [host.allocate() for _ in range(2)]
+    assert scheduler.disk.want("b", FIRST, "", 1.0) == [] and host.num_used == 2
+    for place in taken:
+        host.free(place)
+    assert told(scheduler, runner, "c", FIRST) == 8
+
+
 def test_failed_parameters_leave_no_files():
     scheduler, runner = small(blocks=12, host=12)
     told(scheduler, runner, "a", FIRST)

@@ -1,6 +1,6 @@
 """Serves sessions of agents with evicted prefixes on the host and with pinned ones: hits, first token, throughput.
 
-    python benchmarks/engine/agents.py --out results      about 15 minutes
+    python benchmarks/engine/agents.py --out results      about 8 minutes
     python benchmarks/engine/agents.py --tiny             small sizes, to see that it works
 
 Three experiments run for each policy of the prefix cache, in the simulator with Llama-3.1-8B on an H100, and on a CPU

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from jpaged.config import BLOCK_SIZE, EngineConfig, Limits
 from jpaged.config import GPU as GPU_DEFAULTS
@@ -9,7 +10,7 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.groups import Groups, group_layers, most_held
 from jpaged.core.pages import PAGES_PER_SEQUENCE, divide_memory
 from jpaged.core.scheduler import HEADROOM, Scheduler
-from jpaged.simulator.cost import CostTable, Roofline, StepCost
+from jpaged.simulator.cost import BANDWIDTH_SHARE, CostTable, Roofline, StepCost, StepLoad
 from jpaged.simulator.engine import VOCAB_SIZE, VirtualEngine
 from jpaged.simulator.gpu import Gpu
 from jpaged.simulator.shape import ModelShape
@@ -27,6 +28,7 @@ class Deployment:
         costs: measured costs of a step; None: the roofline of the GPUs.
         weight_bits: bits of a weight of the linear layers and experts, with its share of scales.
         embedding_bits: the same of the embedding and the output matrix.
+        host_bytes: memory of the host for evicted blocks of the prefix cache.
     """
 
     gpu: Gpu
@@ -41,6 +43,7 @@ class Deployment:
     costs: CostTable | None = None
     weight_bits: float = 16
     embedding_bits: float = 16
+    host_bytes: float = 0
     max_model_len: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -61,6 +64,8 @@ class Deployment:
                 f"tensor_parallel_size: {gpus} GPUs can't share the {shape.num_heads} heads and {shape.num_kv_heads} "
                 f"KV heads of {shape.name}"
             )
+        if self.host_bytes and shape.state_bytes:
+            raise ValueError(f"host_bytes: must be 0 for {shape.name}: moves of states are not simulated")
         if self.max_model_len > shape.context:
             raise ValueError(f"max_model_len: {self.max_model_len} exceeds the {shape.context} tokens of {shape.name}")
         if self.num_blocks < self._most_blocks(self.max_model_len):
@@ -138,13 +143,30 @@ class Deployment:
             embedding_bits=self.embedding_bits,
         )  # fmt: skip
 
+    @property
+    def block_move_s(self) -> float:
+        """Seconds of moving a block to the host or back, over the links of all GPUs."""
+        return self._block_bytes / (BANDWIDTH_SHARE * self.gpu.host_bandwidth * self.num_gpus)
+
+    @property
+    def block_swap_cost(self) -> float:
+        """Cost of moving a block to the host and back, in tokens that the largest step computes in that time."""
+        tokens = self.max_num_batched_tokens
+        return 2 * self.block_move_s / self.cost.seconds(StepLoad(1, tokens, 1, tokens, tokens**2 / 2)) * tokens
+
     def engine(self, users: int, cost: StepCost | None = None) -> VirtualEngine:
         """Return a new engine with empty memory; `cost` replaces the cost model."""
         most = min(users, MAX_USERS, self.max_num_batched_tokens)  # each sequence needs a token of a step
         limits = Limits(self.max_model_len, self.max_num_seqs or most, self.max_num_batched_tokens, self.block_size)
-        pool = BlockPool(
-            self.num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching,
-            windows=self.groups.windows, reach=limits.max_tokens_in_flight, num_pages=self.num_pages,
+        make = partial(
+            BlockPool, block_size=self.block_size, windows=self.groups.windows, reach=limits.max_tokens_in_flight
+        )
+        pool = make(self.num_blocks, num_pages=self.num_pages, enable_prefix_caching=self.enable_prefix_caching)
+        num_host_blocks, host_pool = int(self.host_bytes / self._block_bytes), None
+        if num_host_blocks and self.enable_prefix_caching:
+            host_pool = make(num_host_blocks, enable_prefix_caching=False, copies_of=pool)
+        scheduler = Scheduler(
+            pool, limits, vocab_size=VOCAB_SIZE, host_pool=host_pool, preemption="recompute", headroom=HEADROOM,
+            block_swap_cost=self.block_swap_cost if host_pool else 0.0, pinned_share=EngineConfig.pinned_share,
         )  # fmt: skip
-        scheduler = Scheduler(pool, limits, vocab_size=VOCAB_SIZE, preemption="recompute", headroom=HEADROOM)
-        return VirtualEngine(scheduler, cost or self.cost)
+        return VirtualEngine(scheduler, cost or self.cost, block_move_s=self.block_move_s)

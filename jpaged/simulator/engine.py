@@ -59,6 +59,8 @@ class VirtualEngine:
 
     Args:
         on_plan: called during each step, with its plan scheduled and not committed.
+        block_move_s: seconds of moving a block to the host or back. Moves to the host run beside the step, and moves to
+            the device before it.
 
     Attributes:
         steps: number of steps.
@@ -67,9 +69,10 @@ class VirtualEngine:
 
     def __init__(
         self, scheduler: Scheduler, cost: StepCost, *, seed: int = 0,
-        on_plan: Callable[[Scheduler], object] | None = None,
+        on_plan: Callable[[Scheduler], object] | None = None, block_move_s: float = 0.0,
     ):  # fmt: skip
         self.scheduler, self._cost, self._on_plan = scheduler, cost, on_plan
+        self._block_move_s = block_move_s
         self.now, self.steps = 0.0, 0
         self.last = StepRecord(0.0, 0, 0, 0)
         self._answers: dict[str, list[Sample]] = {}  # one for each output
@@ -81,7 +84,7 @@ class VirtualEngine:
     def add(self, request_id: str, call: Call, params: SamplingParams | BeamSearchParams) -> None:
         """Queue a request."""
         prompt = [text for text, tokens in call.prompt for _ in range(tokens)]
-        self.scheduler.add(request_id, prompt, params, seed=0)
+        self.scheduler.add(request_id, prompt, params, seed=0, pin_s=call.pin_s)
         self._answers[request_id] = [Sample(branch(call.answer, i), 0.0) for i in range(params.num_sequences)]
 
     def wait(self, until: float) -> None:
@@ -95,11 +98,13 @@ class VirtualEngine:
             RuntimeError: the waiting requests can never run.
         """
         scheduler = self.scheduler
+        scheduler.advance(self.now)
         plan = scheduler.schedule()
         if plan is None:
             raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none can be scheduled")
         load = StepLoad.of(plan)
-        seconds = self._cost.seconds(load)
+        out_s, back_s = (self._block_move_s * len(moves) for moves in (plan.swap_out, plan.swap_in))
+        seconds = max(self._cost.seconds(load) if load.rows else 0.0, out_s) + back_s
         self.now += seconds
         self.steps += 1
         self.last = StepRecord(seconds, load.samples, len(scheduler.running), scheduler.pool.num_used)
@@ -226,8 +231,8 @@ def drive_steps(
             continue
         now = engine.now
         served = [Served(each.call, now if together else each.first, now, each.number) for each in answered]
-        for _ in answered:
-            source.ended(now)
+        for each in answered:
+            source.ended(each.call, now)
         answered.clear()
         yield served
 

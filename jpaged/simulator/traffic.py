@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jpaged.bench.workload import Lengths
 
@@ -23,6 +23,7 @@ class Call(NamedTuple):
         answer: number of the output's text, with which a later prompt may contain it.
         width: number of outputs, or of beams.
         beam: whether a beam search finds the outputs.
+        pin_s: seconds for which it pins its prefix.
     """
 
     arrival: float
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     answer: int
     width: int = 1
     beam: bool = False
+    pin_s: float = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -91,10 +93,24 @@ def _check(call: Call) -> None:
     for text in (call.answer, *(text for text, _ in call.prompt)):
         if type(text) is not int or not 0 <= text < MAX_TEXT:
             raise ValueError(f"text: must be a number below {MAX_TEXT}, not {text!r}")
-    if type(call.arrival) not in (int, float) or not 0 <= call.arrival < math.inf:
-        raise ValueError(f"arrival: must be at least 0 s, not {call.arrival!r}")
+    for name, seconds in (("arrival", call.arrival), ("pin_s", call.pin_s)):
+        if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
+            raise ValueError(f"{name}: must be at least 0 s, not {seconds!r}")
     if type(call.beam) is not bool:
         raise ValueError(f"beam: must be true or false, not {call.beam!r}")
+
+
+class Arrivals(Protocol):
+    """Source of requests."""
+
+    def due(self, now: float) -> Iterable[Call]:
+        """Yield the requests that have arrived until now, each once."""
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next request; None: it depends on the end of another one, or there is none."""
+
+    def ended(self, call: Call, now: float) -> None:
+        """Take the end of a request."""
 
 
 class Schedule:
@@ -113,7 +129,7 @@ class Schedule:
         """Return the time of the next request; None after the last one."""
         return self._calls[self._next].arrival if self._next < len(self._calls) else None
 
-    def ended(self, now: float) -> None:
+    def ended(self, call: Call, now: float) -> None:
         """Do nothing: no arrival depends on it."""
 
 
@@ -156,10 +172,7 @@ class Users:
         """Return the time of the next request; None while all users wait for answers, or after the last request."""
         return self._free[0] if self._free else None
 
-    def ended(self, now: float) -> None:
+    def ended(self, call: Call, now: float) -> None:
         """Let a user think, and then send the next request."""
         if not self.exhausted:
             heapq.heappush(self._free, now + self._think_s)
-
-
-Arrivals = Schedule | Users

@@ -50,6 +50,26 @@ def test_each_sequence_of_a_step_has_a_token():
     assert replace(H100, max_num_batched_tokens=8192).engine(9999).scheduler.limits.max_num_seqs == MAX_USERS
 
 
+def test_host_keeps_evicted_blocks_at_the_cost_of_the_link():
+    block_s = 16 * 131_072 / (0.75 * 64e9)
+    token_s = H100.cost.seconds(StepLoad(1, 2048, 1, 2048, 2048**2 / 2)) / 2048
+    hosted = replace(H100, host_bytes=2 * GIB)
+    scheduler = hosted.engine(8).scheduler
+    assert hosted.block_move_s == pytest.approx(block_s)
+    assert scheduler.host_pool.num_blocks == 1024 and scheduler.memory.tier.is_worthwhile
+    assert scheduler.memory.swap_costs[0] == pytest.approx(2 * block_s / token_s) == pytest.approx(3.5, abs=0.1)
+    assert scheduler.memory.pins.most == scheduler.pool.num_blocks // 2
+    assert H100.engine(8).scheduler.host_pool is None
+    assert replace(hosted, enable_prefix_caching=False).engine(8).scheduler.host_pool is None
+    assert replace(H100, num_gpus=2).block_move_s == pytest.approx(block_s / 2)
+
+
+def test_states_on_the_host_are_refused():
+    hybrid = next(shape for shape in SHAPES.values() if shape.state_bytes)
+    with pytest.raises(ValueError, match=r"^host_bytes: must be 0 for .*moves of states"):
+        Deployment(GPUS["h200"], hybrid, max_model_len=8192, host_bytes=GIB)
+
+
 def test_measured_costs_replace_the_roofline():
     table = CostTable([MeasuredStep(8, 8, kind, 1.5, 0.0) for kind in (True, False)], "a device")
     made = replace(H100, costs=table)

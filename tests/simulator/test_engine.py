@@ -148,6 +148,40 @@ def test_later_prompts_find_an_earlier_answer_in_the_cache():
     assert (made.scheduler.prefix_queries, made.scheduler.prefix_hits) == (8 + 19 + 19, 16 + 8)
 
 
+def test_moves_to_the_host_run_beside_a_step_and_moves_back_before_it():
+    """A pool of 8 blocks, with steps of one second and moves of half a second.
+
+    The first text fills 5 blocks. The second one takes 6: three moves to the host, in 1.5 s. The third request needs
+    the first text again and one block more: three moves back, in 1.5 s, and four blocks of the second text leave, in
+    2 s.
+    """
+    calls = [Call(0.0, ((0, 20),), 1, 9), Call(5.0, ((1, 24),), 1, 9), Call(10.0, ((0, 20), (2, 4)), 1, 9)]
+    made = engine(8, caching=True, host=16, block_move_s=0.5)
+    assert [each.end for each in drive(made, Schedule(calls))] == [1.0, 5.0 + 1.5, 10.0 + 1.5 + 2.0]
+    assert (made.scheduler.memory.tier.num_out, made.scheduler.memory.tier.num_back) == (3 + 4, 3)
+    assert made.scheduler.prefix_hits == 20
+    alone = engine(8, caching=True)
+    assert [each.end for each in drive(alone, Schedule(calls))] == [1.0, 6.0, 11.0]
+    assert alone.scheduler.prefix_hits == 8, "without a host, two blocks are left"
+
+
+def test_step_of_moves_only_takes_their_time():
+    """Five blocks return for the tokens of more than a step, while four full ones leave. Then the request starts."""
+    calls = [Call(0.0, ((0, 20),), 1, 9), Call(5.0, ((1, 31),), 1, 9), Call(10.0, ((0, 20), (2, 4)), 1, 9)]
+    made = engine(8, tokens=8, caching=True, host=16, block_move_s=0.1)
+    made.scheduler.memory.tier.cost = 3.9
+    assert drive(made, Schedule(calls))[-1].end == pytest.approx(10.0 + 4 * 0.1 + 5 * 0.1 + 1.0)
+
+
+def test_pins_last_for_their_seconds():
+    made = engine(8, caching=True)
+    calls = [Call(0.0, ((0, 8),), 1, 9), Call(2.0, ((1, 24),), 1, 9), Call(5.0, ((2, 8),), 1, 9)]
+    drive(made, Schedule([call._replace(pin_s=10.0) for call in calls]))
+    assert made.scheduler.memory.pins.count == 8
+    drive(made, Schedule([Call(13.5, ((3, 4),), 1, 9)]))
+    assert made.scheduler.memory.pins.count < 8
+
+
 def test_beams_run_together_and_end_at_the_full_length():
     made = engine(kind=Recording)
     (served,) = drive(made, Schedule(calls_of([Lengths(8, 5)], width=4, beam=True)))

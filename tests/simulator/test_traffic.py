@@ -27,12 +27,12 @@ def test_users_wait_for_their_answers_and_think():
     users = Users(CALLS, 2, think_s=4.0)
     assert [call.arrival for call in users.due(1.9)] == [0.0] and users.next_arrival() == 2.0
     assert [call.arrival for call in users.due(2.5)] == [2.0] and users.next_arrival() is None
-    users.ended(3.0)
+    users.ended(CALLS[0], 3.0)
     assert users.next_arrival() == 7.0 and not users.exhausted
     assert [(call.arrival, call.output) for call in users.due(8.0)] == [(7.0, 6)]
-    users.ended(9.0)
+    users.ended(CALLS[0], 9.0)
     assert not list(users.due(13.0)) and users.exhausted and users.next_arrival() is None
-    users.ended(14.0)
+    users.ended(CALLS[0], 14.0)
     assert users.next_arrival() is None
 
 
@@ -47,7 +47,7 @@ def test_impossible_users_are_errors(users, think_s):
 
 
 def test_trace_is_read_as_it_was_written(tmp_path):
-    calls = [*CALLS, Call(2.0, ((1, 3), (7, 6)), 4, 9, width=3, beam=True)]
+    calls = [*CALLS, Call(2.0, ((1, 3), (7, 6)), 4, 9, width=3, beam=True, pin_s=2.5)]
     save_trace(calls, tmp_path / "trace")
     assert load_trace(tmp_path / "trace") == calls
 
@@ -72,6 +72,7 @@ LINE = CALLS[1]._asdict()
         (LINE | {"answer": -1}, "text"),
         (LINE | {"arrival": -1.0}, "arrival"),
         (LINE | {"arrival": float("nan")}, "arrival"),
+        (LINE | {"pin_s": -1.0}, "pin_s"),
         (LINE | {"beam": 1}, "beam"),
         (LINE | {"more": 1}, "more"),
     ],

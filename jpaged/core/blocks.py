@@ -73,14 +73,16 @@ class Node:
         blocks: those on the device; with recurrent layers, the page of the state after the text is the last one.
         copies: likewise, those on the host.
         num_pins: number of pins (`Pins`).
+        was_found: whether a request has found it.
         key: hash of the whole text, once it is needed (`DiskTier`).
     """
 
-    __slots__ = ("blocks", "copies", "key", "num_pins", "number", "parent", "tokens")
+    __slots__ = ("blocks", "copies", "key", "num_pins", "number", "parent", "tokens", "was_found")
 
     def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_kinds: int):
         self.number, self.parent, self.tokens, self.num_pins = number, parent, tokens, 0
         self.key: bytes | None = None
+        self.was_found = False
         self.blocks: list[Block | None] = [None] * num_kinds
         self.copies: list[Block | None] = [None] * num_kinds
 

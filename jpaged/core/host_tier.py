@@ -9,6 +9,7 @@ from jpaged.core.blocks import Block, Node
 from jpaged.core.disk_tier import DiskTier
 
 LEAST_MOVED = 4  # fewer blocks take as long to move as so many
+MOST_SLOWER = 0.02  # share of the time of all steps that may be spent on blocks whose text may never come again
 
 
 class Moves(NamedTuple):
@@ -42,15 +43,18 @@ class HostTier:
 
     Args:
         cost: cost of moving one block to the host and back, in tokens that could be computed in that time.
+        overlaps: whether steps run while blocks move to the host. Otherwise, if that takes more than `MOST_SLOWER` of
+            the time of computing them, only pinned texts and those that were found before are copied.
 
     Attributes:
         disk: the files of blocks; None: there are none.
         num_out, num_back: number of blocks and pages that went to the host, and that returned, so far.
     """
 
-    def __init__(self, device: BlockPool, host: BlockPool, cost: float):
+    def __init__(self, device: BlockPool, host: BlockPool, cost: float, *, overlaps: bool = True):
         assert host.tree is device.tree, "both pools have one prefix cache"
         self.device, self.host, self.cost = device, host, cost
+        self.keeps_all = overlaps or cost / 2 <= MOST_SLOWER * device.block_size
         self.disk: DiskTier | None = None
         self.num_out = self.num_back = 0
         self._out: list[tuple[int, int]] = []
@@ -145,6 +149,8 @@ class HostTier:
         assert node is not None, "the block is cached"
         self._back.pop(block.block_id, None)  # it may be evicted in the step that would load it
         if node.copies[group] is not None or len(node.tokens) < self.device.block_size:
+            return
+        if not (self.keeps_all or node.num_pins or node.was_found):
             return
         host, is_page = self.host, group == len(self.device.windows)
         evicted = host.next_evicted(pages=is_page)

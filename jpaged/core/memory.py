@@ -30,6 +30,7 @@ class Memory:
             are attended in another order than tokens of prompts, which the same text may be later.
         num_adapters: number of slots for adapters.
         pinned_share: maximum share of the pool that the pinned prefixes of each tenant take.
+        moves_overlap: as in `HostTier`.
 
     Attributes:
         pins: the pinned prefixes.
@@ -40,13 +41,15 @@ class Memory:
     def __init__(
         self, pool: BlockPool, host_pool: BlockPool | None, num_rows: int, preemption: str,
         swap_costs: tuple[float, float], exact: bool = False, num_adapters: int = 0,
-        pinned_share: float = 1.0,
+        pinned_share: float = 1.0, moves_overlap: bool = True,
     ):  # fmt: skip
         self.pool, self.host_pool, self.rows = pool, host_pool, Rows(num_rows, num_adapters)
         self.preemption, self.swap_costs, self.exact = preemption, swap_costs, exact
         self._every = -(-STATE_EVERY // pool.block_size) * pool.block_size
         keeps_copies = host_pool is not None and host_pool.is_copy
-        self.tier = HostTier(pool, host_pool, swap_costs[0]) if host_pool and keeps_copies else None
+        self.tier: HostTier | None = None
+        if host_pool and keeps_copies:
+            self.tier = HostTier(pool, host_pool, swap_costs[0], overlaps=moves_overlap)
         self.pins = Pins(pool.tree, int(pinned_share * pool.num_blocks / len(pool.windows)))
         self.leaving: set[Sequence] = set()
 
@@ -217,6 +220,9 @@ class Memory:
                     before, _ = before.leader
                 if shared > cached and before.num_computed_tokens <= shared:
                     sequence.leader = before, shared
+            if self.tier and not self.tier.keeps_all:
+                for number in match.nodes:
+                    self.pool.tree.nodes[number].was_found = True
             if cached and not sequence.leader:
                 sequence.table.share(match.block_ids)
                 sequence.nodes, sequence.num_computed_tokens = match.nodes, cached

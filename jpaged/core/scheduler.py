@@ -61,7 +61,7 @@ class Scheduler:
         headroom: tokens of each running sequence for which blocks stay free when another request is admitted. Without
             it, a full pool preempts the new request after a few steps, and all its work is lost.
         decode_costs, draft_model: as in `Drafting`.
-        num_adapters, pinned_share: as in `Memory`.
+        num_adapters, pinned_share, moves_overlap: as in `Memory`.
 
     Attributes:
         drafting: the drafts of requests.
@@ -92,6 +92,7 @@ class Scheduler:
         draft_model: DraftModelLimits | None = None,
         num_adapters: int = 0,
         pinned_share: float = 1.0,
+        moves_overlap: bool = True,
     ):
         self.limits, self.vocab_size, self.policy = limits, vocab_size, policy
         # A tokenizer may know tokens that the model can't produce.
@@ -101,7 +102,15 @@ class Scheduler:
         self.drafting = Drafting(limits, pool, decode_costs, draft_model)
         swap_costs = block_swap_cost, page_swap_cost
         self.memory = Memory(
-            pool, host_pool, limits.max_num_seqs, preemption, swap_costs, limits.exact, num_adapters, pinned_share
+            pool,
+            host_pool,
+            limits.max_num_seqs,
+            preemption,
+            swap_costs,
+            limits.exact,
+            num_adapters,
+            pinned_share,
+            moves_overlap,
         )
         self.pool, self.host_pool, self.rows = pool, host_pool, self.memory.rows
         self.queues = Queues()

@@ -140,6 +140,7 @@ def _scheduler_of(setup: Setup, measured: Measured, draft_model: DraftModelLimit
         tokens_beside_decodes=measured.tokens_beside_decodes, step_overhead=measured.step_overhead, headroom=HEADROOM,
         decode_costs=measured.decode_costs, draft_model=draft_model,
         num_adapters=_num_adapters(config), pinned_share=config.pinned_share,
+        moves_overlap=setup.resolved.device.platform != "cpu",
     )  # fmt: skip
 
 

@@ -54,6 +54,24 @@ def test_blocks_move_only_if_both_ways_cost_less_than_their_tokens(cost):
     assert bool(scheduler.memory.tier.num_out) == (cost < SIZE)
 
 
+@pytest.mark.parametrize("cost, keeps_all", [(0.16, True), (0.17, False)])
+def test_where_moves_delay_steps_costly_ones_are_for_texts_that_came_again_or_are_pinned(cost, keeps_all):
+    scheduler, runner = small(block_swap_cost=cost, moves_overlap=False)
+    tier = scheduler.memory.tier
+    cached = [told(scheduler, runner, name, each) for name, each in zip("abc", (FIRST, SECOND, FIRST))]
+    assert cached == [0, 0, 20 if keeps_all else 0] and tier.keeps_all == keeps_all
+    told(scheduler, runner, "d", FIRST)
+    told(scheduler, runner, "e", SECOND)
+    assert told(scheduler, runner, "f", FIRST) == 20, "it was found before it was evicted"
+    params = add(scheduler, "params", SECOND, max_tokens=1).params
+    scheduler.abort("params")
+    scheduler.add("g", SECOND, params, seed=0, pin_s=10.0)
+    drain(scheduler, runner)
+    for name, prompt in zip("hi", (FIRST[::-1], FIRST[1:])):
+        told(scheduler, runner, name, prompt)
+    assert told(scheduler, runner, "j", SECOND) == 20
+
+
 def test_a_prefix_returns_only_if_that_costs_less_than_its_tokens():
     """A transfer of one block costs as much as one of a few."""
     scheduler, runner = small(block_swap_cost=2.0)

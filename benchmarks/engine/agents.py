@@ -164,8 +164,9 @@ class Machine:
             )
         scheduler = Scheduler(
             pool, model.limits, vocab_size=model.vocab_size, host_pool=host, preemption="recompute",
-            block_swap_cost=self.block_swap_cost, tokens_beside_decodes=model.tokens_beside_decodes, moves_overlap=False,
-            step_overhead=model.step_overhead, headroom=HEADROOM, pinned_share=EngineConfig.pinned_share,
+            block_swap_cost=self.block_swap_cost, tokens_beside_decodes=model.tokens_beside_decodes,
+            moves_overlap=False, step_overhead=model.step_overhead, headroom=HEADROOM,
+            pinned_share=EngineConfig.pinned_share,
         )  # fmt: skip
         return Engine(scheduler, self.runner, max_in_flight=2)
 

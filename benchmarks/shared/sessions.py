@@ -4,10 +4,10 @@ All sessions of a kind of agent begin with one system prompt and its tools. Each
 of the user to the history, and the model's output. Pauses are log-normal, so that a few are long; sessions arrive as a
 Poisson process.
 
-The defaults give two figures of the public production traces of Mooncake (Qin et al., FAST '25; in
-`FAST25-release/traces` of kvcache-ai/Mooncake): the mean prompt of its conversations, 12,035 tokens, and a share of
-tokens that an unlimited cache would find, which is 37 % in these conversations and up to 64 % in traces of agents. The
-mean output is that of the trace of the technical report, 182 tokens (arXiv:2407.00079). The distributions are assumed.
+The defaults give the mean prompt of the public conversations of Mooncake, 12,035 tokens (Qin et al., FAST '25; in
+`FAST25-release/traces` of kvcache-ai/Mooncake), and the mean output of its technical report, 182 tokens
+(arXiv:2407.00079). An unlimited cache would find 63 % of the prompts' tokens; it would find 37 % in these
+conversations, which have fewer turns. The distributions are assumed.
 """
 
 import heapq

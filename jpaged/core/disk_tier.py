@@ -76,7 +76,7 @@ class DiskTier:
                 continue
             if (name := self.name_of(node, block.group)) and name not in self._names:
                 found.append((self._number(self.device, block.block_id), name))
-        found = found[-self.most :]
+        found = found[max(0, len(found) - self.most) :]
         for _, name in found:
             self._use(name)
         self._limit()
@@ -190,6 +190,8 @@ class DiskTier:
             assert key is not None, "texts with this salt have files"
             last = key
             held = [bool(node and (node.blocks[kind] or node.copies[kind])) for kind in range(kinds)]
+            if all(held):
+                continue
             names = [f"{key.hex()}-{kind}" for kind in range(kinds)]
             if not any(held[:groups]) and not any(name in self._names for name in names[:groups]):
                 return
@@ -215,7 +217,8 @@ class DiskTier:
             key = each.key = each.key or _next(key, each.tokens)
         return key
 
-    def _number(self, pool: BlockPool, block_id: int) -> int:
+    @staticmethod
+    def _number(pool: BlockPool, block_id: int) -> int:
         return block_id if block_id < pool.num_blocks else pool.num_blocks - 1 - block_id
 
     def _use(self, name: str) -> None:

@@ -20,9 +20,10 @@ import argparse
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,7 @@ from benchmarks.shared.sessions import (
 )
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.disk_tier import DiskTier
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.engine import Engine
@@ -62,6 +64,7 @@ PIN_S = 300.0  # as of OpenAI's prompt_cache_key
 HOST_SHARE = 4  # blocks of the host for each of the pool, as the engine takes at most
 AT_ONCE = 2  # turns on the CPU
 PROMPT = 12_035  # tokens of the tenth turn
+FILE_BYTES = 2**32  # maximum of a folder
 FILLED = 1.25  # tokens of other sessions before it, in pools
 SEED, COST_SEED = 1, 2  # their few sessions have mean prompts near that of many
 MAX_RATIO = 1.02  # of the time with a host to that without, if nothing repeats
@@ -71,13 +74,15 @@ class Policy(NamedTuple):
     """Policy of the prefix cache.
 
     Attributes:
-        host: evicted blocks wait on the host.
+        host: evicted blocks wait on the host, which has so many blocks for each of the pool.
         pins: each turn that another one follows pins its prefix.
+        files: blocks on the host are also written to files.
     """
 
     name: str
-    host: bool = False
+    host: float = 0
     pins: bool = False
+    files: bool = False
 
     @property
     def pin_s(self) -> float:
@@ -85,8 +90,9 @@ class Policy(NamedTuple):
         return PIN_S if self.pins else 0.0
 
 
-POOL, HOST = Policy("pool"), Policy("host", host=True)
-POLICIES = (POOL, Policy("pins", pins=True), HOST, Policy("host and pins", host=True, pins=True))
+POOL, HOST = Policy("pool"), Policy("host", host=HOST_SHARE)
+POLICIES = (POOL, Policy("pins", pins=True), HOST, Policy("host and pins", host=HOST_SHARE, pins=True))
+CPU_POLICIES = (*POLICIES, Policy("small host", host=0.25), Policy("small host and files", host=0.25, files=True))
 
 
 class Run(NamedTuple):
@@ -113,11 +119,14 @@ class Run(NamedTuple):
             "ttft_ms": 1e3 * statistics.fmean(first), "ttft_p99_ms": 1e3 * percentile(first, 0.99),
             "tokens_s": self.tokens / self.seconds, "seconds": self.seconds,
             "blocks_out": tier.num_out if tier else 0, "blocks_back": tier.num_back if tier else 0,
+            "blocks_read": tier.disk.num_read if tier and tier.disk else 0,
         }  # fmt: skip
 
 
 class Simulation:
     """Llama-3.1-8B on an H100, on a virtual clock."""
+
+    policies = POLICIES
 
     def __init__(self, max_model_len: int):
         self.deployment = Deployment(
@@ -128,7 +137,7 @@ class Simulation:
     def run(self, sessions: Sequence[Session], policy: Policy) -> Run:
         """Run sessions with empty memory."""
         pool_bytes = self.deployment.kv_bytes(1) * self.deployment.num_blocks
-        engine = replace(self.deployment, host_bytes=HOST_SHARE * pool_bytes * policy.host).engine(256)
+        engine = replace(self.deployment, host_bytes=int(policy.host * pool_bytes)).engine(256)
         served = drive(engine, SessionArrivals(sessions, policy.pin_s))
         places = {
             session.answer(turn): (number, turn)
@@ -142,6 +151,8 @@ class Simulation:
 class Machine:
     """A small Llama on this machine, with a pool that holds a part of the sessions."""
 
+    policies = CPU_POLICIES
+
     def __init__(self, config: ModelConfig, num_blocks: int):
         settings = EngineConfig(
             model="random", skip_tokenizer_init=True, dtype="float32", max_model_len=config.max_position_embeddings,
@@ -153,26 +164,32 @@ class Machine:
         self.pool_tokens = num_blocks * self.block_size
         self.block_swap_cost = loaded.scheduler.memory.swap_costs[0]
 
-    def engine(self, policy: Policy) -> Engine:
-        """Return an engine with an empty cache on the common runner."""
+    def engine(self, policy: Policy, folder: Path | None = None) -> Engine:
+        """Return an engine with an empty cache on the common runner, with the files of a folder."""
         model = self._scheduler
         pool, host = BlockPool(model.pool.num_blocks, model.pool.block_size), None
         if policy.host:
             assert model.host_pool is not None, "swap_space is not 0"
-            host = BlockPool(
-                model.host_pool.num_blocks, model.pool.block_size, enable_prefix_caching=False, copies_of=pool
-            )
+            num_blocks = min(model.host_pool.num_blocks, int(policy.host * pool.num_blocks))
+            host = BlockPool(num_blocks, pool.block_size, enable_prefix_caching=False, copies_of=pool)
         scheduler = Scheduler(
             pool, model.limits, vocab_size=model.vocab_size, host_pool=host, preemption="recompute",
             block_swap_cost=self.block_swap_cost, tokens_beside_decodes=model.tokens_beside_decodes,
             moves_overlap=False, step_overhead=model.step_overhead, headroom=HEADROOM,
             pinned_share=EngineConfig.pinned_share,
         )  # fmt: skip
-        return Engine(scheduler, self.runner, max_in_flight=2)
+        if scheduler.memory.tier and host and folder is not None:
+            names, most = self.runner.open_files(folder, FILE_BYTES, exact=False)
+            scheduler.memory.tier.disk = DiskTier(pool, host, names, most, token_s=0.0)
+        return Engine(scheduler, self.runner, max_in_flight=2, files=folder and self.runner)
 
     def run(self, sessions: Sequence[Session], policy: Policy) -> Run:
-        """Run sessions with empty memory, two turns at once."""
-        return play(self.engine(policy), sessions, policy.pin_s, AT_ONCE)
+        """Run sessions with empty memory and an empty folder, two turns at once."""
+        with tempfile.TemporaryDirectory() as folder:
+            engine = self.engine(policy, Path(folder) / "kv" if policy.files else None)
+            run = play(engine, sessions, policy.pin_s, AT_ONCE)
+            self.runner.close_files()
+        return run
 
 
 def play(engine: Engine, sessions: Sequence[Session], pin_s: float, at_once: int, seed: int = 0) -> Run:
@@ -229,8 +246,8 @@ def medians(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def add_trace(
-    report: Report, where: str, run: Callable[[Sequence[Session], Policy], Run], agents: Agents, count: int,
-    rate: float | None, rounds: int,
+    report: Report, where: str, source: Simulation | Machine, agents: Agents, count: int, rate: float | None,
+    rounds: int,
 ) -> None:  # fmt: skip
     """Add the rows of a trace, one for each policy.
 
@@ -241,10 +258,10 @@ def add_trace(
         sessions = replace(agents, most_pause_s=0.0).draw(count, math.inf, SEED)
     else:
         sessions = agents.draw(count, rate, SEED)
-    runs: dict[Policy, list[Run]] = {policy: [] for policy in POLICIES}
+    runs: dict[Policy, list[Run]] = {policy: [] for policy in source.policies}
     for _ in range(rounds):
         for policy, found in runs.items():
-            found.append(run(sessions, policy))
+            found.append(source.run(sessions, policy))
     for policy, found in runs.items():
         report.add(
             experiment="trace", where=where, rate=rate or "all at once", policy=policy.name, sessions=count,
@@ -254,16 +271,15 @@ def add_trace(
 
 
 def add_tenth_turn(
-    report: Report, where: str, run: Callable[[Sequence[Session], Policy], Run], prompt: int, pool_tokens: int,
-    rounds: int,
+    report: Report, where: str, source: Simulation | Machine, prompt: int, rounds: int
 ) -> None:  # fmt: skip
     """Add the rows of the tenth turn of a session: after others for each policy, and directly after its ninth turn."""
-    sessions = long_session(prompt, pool_tokens)
-    cases = {policy.name: (sessions, policy) for policy in POLICIES} | {"never evicted": (sessions[:1], POOL)}
+    sessions = long_session(prompt, source.pool_tokens)
+    cases = {policy.name: (sessions, policy) for policy in source.policies} | {"never evicted": (sessions[:1], POOL)}
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            found[name].append(1e3 * run(*case).first[0, 9])
+            found[name].append(1e3 * source.run(*case).first[0, 9])
     for name, times in found.items():
         report.add(
             experiment="turn 10", where=where, policy=name, prompt=prompt, rounds=rounds,
@@ -311,15 +327,16 @@ def publish(report: Report) -> None:
     """Publish a table for each experiment."""
     of = lambda name: [row for row in report.rows if row["experiment"] == name]
     facts = report.environment
-    measures = ("hits", "ttft_ms", "ttft_p99_ms", "tokens_s", "blocks_out", "blocks_back")
+    measures = ("hits", "ttft_ms", "ttft_p99_ms", "tokens_s", "blocks_out", "blocks_back", "blocks_read")
     workloads = list({(row["where"], row["rate"]): row for row in of("trace")}.values())
     report.publish(
         "Sessions of agents",
         f"`pool`: the prefix cache on the device only. `pins`: turns that another one follows pin their prefixes for "
         f"{PIN_S:g} s, in at most half of the pool. `host`: evicted blocks wait on the host, which has room for "
-        f"{HOST_SHARE} times the pool. A pool of {facts['simulated_pool_tokens']:,} tokens is simulated, and one of "
-        f"{facts['cpu_pool_tokens']:,} measured. To move a block to the host and back costs as much as "
-        f"{facts['simulated_swap_cost']:.2g} tokens of {facts['simulated_block_size']}, and "
+        f"{HOST_SHARE} times the pool; a small one has room for a quarter of it. `files`: blocks on the host are also "
+        f"written to a folder, which is empty at first. A pool of {facts['simulated_pool_tokens']:,} tokens is "
+        f"simulated, and one of {facts['cpu_pool_tokens']:,} measured. To move a block to the host and back costs as "
+        f"much as {facts['simulated_swap_cost']:.2g} tokens of {facts['simulated_block_size']}, and "
         f"{facts['cpu_swap_cost']:.2g} of {facts['cpu_block_size']}.",
         "## Workloads",
         table(workloads, ("where", "rate", "sessions", "turns", "mean_prompt", "ideal_hits")),
@@ -329,7 +346,7 @@ def publish(report: Report) -> None:
         "## Trace",
         table(of("trace"), ("where", "rate", "policy", *measures)),
         "`hits` is the share of prompt tokens from the cache; first tokens are means and 99th percentiles; output "
-        "tokens per second; blocks that went to the host and that returned.",
+        "tokens per second; blocks that went to the host, that returned, and that were read from files.",
         "## First token of turn 10 of a session",
         table(of("turn 10"), ("where", "prompt", "policy", "ttft_ms", "least_ms", "most_ms")),
         "Before it, other sessions have computed 1.25 times the tokens of the pool, except in the last case.",
@@ -386,12 +403,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "simulated_block_size": simulation.deployment.block_size, "cpu_block_size": machine.block_size,
     }  # fmt: skip
     add_simulated_cost(report, simulation, agents.draw(args.sessions // 3, args.rates[0], SEED))
-    add_tenth_turn(report, "simulated", simulation.run, PROMPT, simulation.pool_tokens, 1)
+    add_tenth_turn(report, "simulated", simulation, PROMPT, 1)
     for rate in args.rates:
-        add_trace(report, "simulated", simulation.run, agents, args.sessions, rate, 1)
+        add_trace(report, "simulated", simulation, agents, args.sessions, rate, 1)
     add_measured_cost(report, machine, small.draw(args.cpu_sessions // 5, 1.0, COST_SEED), args.cost_rounds)
-    add_tenth_turn(report, "CPU", machine.run, args.cpu_prompt, machine.pool_tokens, args.rounds)
-    add_trace(report, "CPU", machine.run, small, args.cpu_sessions, args.rates[0], args.rounds)
+    add_tenth_turn(report, "CPU", machine, args.cpu_prompt, args.rounds)
+    add_trace(report, "CPU", machine, small, args.cpu_sessions, args.rates[0], args.rounds)
     publish(report)
     for where in above(report.rows):
         print(f"above the limit: {where}")

@@ -5,7 +5,18 @@ import json
 
 import pytest
 
-from benchmarks.engine.agents import HOST, POLICIES, POOL, PROMPT, Machine, above, long_session, parse, play
+from benchmarks.engine.agents import (
+    CPU_POLICIES,
+    HOST,
+    POLICIES,
+    POOL,
+    PROMPT,
+    Machine,
+    above,
+    long_session,
+    parse,
+    play,
+)
 from benchmarks.shared.sessions import Agents, SessionArrivals, ideal_hits, in_order, mean_prompt, separated
 from jpaged.core.prefix_tree import common_length
 from jpaged.simulator.engine import drive
@@ -96,11 +107,13 @@ def test_policies_find_an_evicted_prefix_on_a_cpu():
     args = parse(["--tiny"])
     with few_shapes():
         machine = Machine(args.model, args.num_blocks)
-    machine.block_swap_cost = 1.0
+    machine.block_swap_cost = 0.1
     sessions = long_session(args.cpu_prompt, machine.pool_tokens)
     figures = {policy.name: play(machine.engine(policy), sessions, policy.pin_s, 1).figures for policy in POLICIES}
     assert figures["host"]["blocks_back"] > 0 == figures["pool"]["blocks_back"] == figures["pins"]["blocks_out"]
     assert all(each["hits"] > figures["pool"]["hits"] for name, each in figures.items() if name != POOL.name)
+    small, files = (machine.run(sessions, policy).figures for policy in CPU_POLICIES[-2:])
+    assert files["blocks_read"] > 0 and files["hits"] > small["hits"]
     cost = {policy: play(machine.engine(policy), separated(sessions), 0.0, 2).figures for policy in (POOL, HOST)}
     assert cost[POOL]["hits"] == cost[HOST]["hits"] == cost[HOST]["blocks_back"] == 0 < cost[HOST]["blocks_out"]
 
@@ -116,9 +129,9 @@ def test_benchmark_writes_every_policy(tmp_path):
     done = run("engine/agents.py", "--tiny", "--out", str(tmp_path))
     assert done.returncode in (0, 1), done.stderr  # times of tiny shapes may be above the limit
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    for where, count in (("CPU", 1), ("simulated", 2)):
+    for where, count, policies in (("CPU", 1, CPU_POLICIES), ("simulated", 2, POLICIES)):
         names = [row["policy"] for row in rows if row["experiment"] == "trace" and row["where"] == where]
-        assert names == count * [policy.name for policy in POLICIES]
+        assert names == count * [policy.name for policy in policies]
     simulated = {row["policy"]: row["ttft_ms"] for row in rows if row["experiment"] == "turn 10"
                  and row["where"] == "simulated"}  # fmt: skip
     assert simulated["never evicted"] < simulated["host"] < simulated["pool"] / 2

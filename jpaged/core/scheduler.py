@@ -8,7 +8,7 @@ prefix-cache hits, forks and recomputation after a preemption all follow from th
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from types import MappingProxyType
 
@@ -231,19 +231,24 @@ class Scheduler:
         if self.memory.tier:
             self.memory.tier.disk = None
 
-    def wanted_files(self) -> Files:
-        """Return the files to read before the next step, for the first waiting request; `disk.arrive` must follow.
+    def wanted_files(self) -> Iterator[Files]:
+        """Yield the files to read before the next step, of each waiting request; `disk.arrive` follows each time.
 
-        Beside running requests, reading takes no more time than the tokens of a step with decodes.
+        Beside running requests, it yields those of one request, whose reading takes no more time than the tokens of a
+        step with decodes.
         """
         if self.disk is None:
-            return []
+            return
         self.disk.fetching = None
-        if self._must_wait or self.holds_new or not (self.waiting and self.rows.free):
-            return []
+        if self._must_wait or self.holds_new:
+            return
         bounded = self.running and self.disk.token_s
         most_s = self.tokens_beside_decodes * self.disk.token_s if bounded else math.inf
-        return self.memory.wanted_files(self.waiting.first, most_s)
+        for request in list(itertools.islice(self.waiting, len(self.rows.free))):
+            if files := self.memory.wanted_files(request, most_s):
+                yield files
+                if bounded:
+                    return
 
     def wanted_drafts(self) -> list[Wanted]:
         """Return the sequences that want drafts of a draft model in the next step, and how many."""

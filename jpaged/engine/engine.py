@@ -475,9 +475,10 @@ class Engine:
     def _next_plan(self) -> StepPlan | None:
         """Read the files that the next step wants, and plan it."""
         disk = self.scheduler.disk
-        if self._files is not None and disk is not None and (wanted := self.scheduler.wanted_files()):
-            start = self._clock()
-            disk.arrive(self._files.fetch(wanted), self._clock() - start)
+        if self._files is not None and disk is not None:
+            for wanted in self.scheduler.wanted_files():
+                start = self._clock()
+                disk.arrive(self._files.fetch(wanted), self._clock() - start)
         return self.scheduler.schedule(self._drafts())
 
     def close(self) -> None:

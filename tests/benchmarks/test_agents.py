@@ -112,7 +112,9 @@ def test_policies_find_an_evicted_prefix_on_a_cpu():
     figures = {policy.name: play(machine.engine(policy), sessions, policy.pin_s, 1).figures for policy in POLICIES}
     assert figures["host"]["blocks_back"] > 0 == figures["pool"]["blocks_back"] == figures["pins"]["blocks_out"]
     assert all(each["hits"] > figures["pool"]["hits"] for name, each in figures.items() if name != POOL.name)
-    small, files = (machine.run(sessions, policy).figures for policy in CPU_POLICIES[-2:])
+    few = (policy._replace(host=0.5) for policy in CPU_POLICIES[-2:])
+    longer = long_session(args.cpu_prompt, 3 * machine.pool_tokens)  # so that the host forgets the session, too
+    small, files = (machine.run(longer, policy).figures for policy in few)
     assert files["blocks_read"] > 0 and files["hits"] > small["hits"]
     cost = {policy: play(machine.engine(policy), separated(sessions), 0.0, 2).figures for policy in (POOL, HOST)}
     assert cost[POOL]["hits"] == cost[HOST]["hits"] == cost[HOST]["blocks_back"] == 0 < cost[HOST]["blocks_out"]

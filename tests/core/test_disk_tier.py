@@ -115,6 +115,16 @@ def test_beside_other_requests_files_are_read_in_parts():
     assert running.finished
 
 
+def test_requests_that_start_together_find_their_files():
+    scheduler, runner = small(blocks=12, host=12, seqs=3)
+    for name, prompt in zip("abc", (FIRST, SECOND, THIRD)):
+        told(scheduler, runner, name, prompt)
+    restarted(scheduler, runner)
+    requests = [add(scheduler, name, prompt, max_tokens=1) for name, prompt in zip("def", (FIRST, SECOND, THIRD))]
+    assert len(step(scheduler, runner).plan.rows) == 3
+    assert [request.sequences[0].num_cached_tokens for request in requests] == [8, 8, 8]
+
+
 def test_a_host_without_room_for_all_takes_a_part():
     scheduler, runner = small(blocks=12, host=2)
     told(scheduler, runner, "a", FIRST)
@@ -171,5 +181,5 @@ def test_requests_that_need_logprobs_of_their_prompt_read_nothing():
 def test_a_scheduler_without_files_wants_none():
     scheduler, _ = make(host=4)
     add(scheduler, "a", FIRST, max_tokens=1)
-    assert scheduler.disk is None and scheduler.wanted_files() == []
+    assert scheduler.disk is None and list(scheduler.wanted_files()) == []
     assert isinstance(small()[0].disk, DiskTier)

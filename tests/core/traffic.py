@@ -137,8 +137,7 @@ def make(
 
 def fetch(scheduler: Scheduler, runner: FakeRunner) -> None:
     """Read the files that the next step wants."""
-    files = scheduler.wanted_files()
-    if files:
+    for files in scheduler.wanted_files():
         scheduler.disk.arrive(runner.fetch(files), seconds=0.5 * len(files))
         scheduler.check_invariants()
 

@@ -51,6 +51,7 @@ class World:
         self.kinds = [self._draw(is_wanted) for is_wanted in wanted]
         self.requests: list[Request] = []
         self.in_flight = deque()
+        self.may_fail = method != "suffix"  # past outputs would be forgotten too often
 
     def _draw(self, is_wanted: Callable[[Params], bool]) -> tuple:
         while True:
@@ -91,7 +92,7 @@ class World:
             if scheduler.disk:
                 scheduler.disk.clear()
             self.runner.control(UpdateParams(None))
-        elif event == "fail":
+        elif event == "fail" and self.may_fail:
             self.in_flight.clear()
             if scheduler.disk and len(self.requests) % 2:  # it is a planned restart
                 self.runner.save_blocks(scheduler.disk.unsaved())

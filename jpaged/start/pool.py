@@ -37,12 +37,12 @@ def allocate(runner: ModelRunner, resolved: Resolved, beside: int = 0) -> None:
         ValueError: the pool does not fit, or has fewer blocks than there are sequences.
     """
     config, limits, blocks = resolved.config, resolved.limits, runner.blocks
-    host_mib = _least(int(min(config.swap_space * 2**10, available_host_memory() // 2**21)), runner.placement)
+    host_kib = _least(int(min(config.swap_space * 2**20, available_host_memory() // 2**11)), runner.placement)
     devices = runner.placement.local_devices
     page_bytes, block_bytes = blocks.cache.states.page_bytes, blocks.block_bytes
     pages_wanted = PAGES_PER_SEQUENCE * limits.max_num_seqs if page_bytes else 0
     wanted = limits.max_num_seqs * blocks.cache.most_blocks(limits)
-    num_host_blocks = host_mib * 2**20 // (block_bytes * len(devices))
+    num_host_blocks = host_kib * 2**10 // (block_bytes * len(devices))
     num_host_blocks, num_host_pages = divide_memory(num_host_blocks, block_bytes, page_bytes, limits.max_num_seqs)
     num_blocks = configured_num_blocks(config, blocks.block_bytes, available_memory(devices))
     reason = sized_by = "kv_cache_memory_bytes" if config.kv_cache_memory_bytes else "num_gpu_blocks_override"

@@ -143,10 +143,10 @@ class Commit:
         self.samples_of_beams.pop(request, None)
         ended = request.live
         for sequence in ended:
+            for node in sequence.nodes:  # first, because their files are known as long as they are
+                self.memory.forget_node(node)
             for block_id in sequence.table.held:
                 self.memory.pool.forget(block_id)
-            for node in sequence.nodes:  # a window may have passed their blocks
-                self.memory.forget_node(node)
         for sequence in ended:
             finish(sequence, FinishReason.ERROR, NON_FINITE, self.queues, self.memory)
         self.advanced += [sequence for sequence in ended if sequence not in self.advanced]

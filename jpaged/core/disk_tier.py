@@ -89,7 +89,7 @@ class DiskTier:
         return taken
 
     def abandon(self) -> None:
-        """Forget what is under way, after the pools have been cleared."""
+        """Forget the reads and writes under way, after the pools have been cleared."""
         for _, name in self._written:
             self._names.pop(name, None)
         self._written, self._arriving, self._held, self.fetching = [], [], [], None

@@ -27,7 +27,6 @@ from jpaged.core.commands import (
     WakeUp,
 )
 from jpaged.core.commit import Committed
-from jpaged.core.disk_tier import Files
 from jpaged.core.params import InvalidParameter, Params, SamplingParams
 from jpaged.core.plan import StepPlan, StepResult
 from jpaged.core.request import NON_FINITE, Decoder, FinishReason, OutputDelta, Request, RequestFault, Sequence
@@ -36,6 +35,7 @@ from jpaged.engine import certify
 from jpaged.engine.adapter_names import AdapterNames
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.output import delta_of, whole_deltas
+from jpaged.engine.prefix_files import BlockFiles, PrefixFiles
 from jpaged.structured.compiler import GrammarCompiler
 from jpaged.structured.masks import MakeMasks, Masks
 from jpaged.tokenizer import Detokenizer, TokenDecoder, Vocabulary, tokenize_bad_words
@@ -83,19 +83,6 @@ class Runner(certify.Identified, Protocol):
 
     def recover(self) -> None:
         """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
-
-
-class BlockFiles(Protocol):
-    """Files of a runner's blocks."""
-
-    def fetch(self, wanted: Files) -> list[bool]:
-        """Read blocks from files to places on the host, between two steps; return whether each is there."""
-
-    def save(self, written: Files, deleted: Series[str]) -> None:
-        """Write blocks on the host to files, as they are after the last dispatched step, and delete other files."""
-
-    def close_files(self, written: Files = ()) -> None:
-        """Write the last blocks, of the pool, to files, and keep no further ones."""
 
 
 class Progress(NamedTuple):
@@ -226,7 +213,7 @@ class Engine:
         files: BlockFiles | None = None,
     ):  # fmt: skip
         self.scheduler, self.limits = scheduler, scheduler.limits
-        self.runner, self._files = runner, files
+        self.runner, self._files = runner, PrefixFiles(scheduler, files, clock)
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer) if tokenizer else None
         self._masks = Masks(scheduler.vocab_size)
@@ -378,9 +365,7 @@ class Engine:
                     self._exchange(command)
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
-                if (disk := self.scheduler.disk) is not None:
-                    disk.clear()
-                    self._save()
+                self._files.delete()
                 self._tell_draft_model(command)
             case LoadAdapter(name):
                 numbered = replace(command, number=self.adapters.next_number())
@@ -465,39 +450,16 @@ class Engine:
             # Masks do not depend on the device's results, and are made while it works.
             make_masks = functools.partial(self._masks.of_plan, plan, self._constraint) if plan.masked else None
             self._in_flight.append((plan, self._clock(), self.runner.dispatch(plan, make_masks)))
-            self._save()
-
-    def _save(self) -> None:
-        """Write and delete files after a dispatched step."""
-        if self._files is not None and (disk := self.scheduler.disk) is not None:
-            self._files.save(*disk.take())
+            self._files.write()
 
     def _next_plan(self) -> StepPlan | None:
         """Read the files that the next step wants, and plan it."""
-        disk = self.scheduler.disk
-        if self._files is not None and disk is not None:
-            for wanted in self.scheduler.wanted_files():
-                start = self._clock()
-                disk.arrive(self._files.fetch(wanted), self._clock() - start)
+        self._files.read()
         return self.scheduler.schedule(self._drafts())
 
     def close(self) -> None:
         """Write the cached prefixes to `kv_cache_dir`, if there is one, for the next start. No step may follow."""
-        if (disk := self.scheduler.disk) is None:
-            return
-        written = [] if self.asleep else disk.unsaved()
-        start = self._clock()
-        logger.info("kv_cache_dir: writing %d cached blocks", len(written))
-        self._save()
-        self._close_files(written)
-        logger.info("kv_cache_dir: written in %.1f seconds", self._clock() - start)
-
-    def _close_files(self, written: Files = ()) -> None:
-        """Keep no further files, after the last blocks."""
-        self.scheduler.close_files()
-        if self._files is not None:
-            self._files.close_files(written)
-            self._files = None
+        self._files.save(pool=not self.asleep)
 
     def _drafts(self) -> Mapping[Sequence, Series[int]]:
         """Return the drafts of the draft model for the next step. If it fails, the engine goes on without it."""
@@ -593,9 +555,7 @@ class Engine:
             self.scheduler.keep_kv()
         else:
             self.restart()
-        if self._files is not None:
-            logger.warning("kv_cache_dir: not used after an update of the parameters, until the next start")
-            self._close_files()
+        self._files.end()
         self.runner.control(update)
         self.asleep -= {"weights"}
         self._tell_draft_model(update)

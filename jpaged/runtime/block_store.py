@@ -93,7 +93,7 @@ class BlockStore:
             raise ValueError(f"{self._sized_by}: {problem} ({str(error).splitlines()[0]})") from error
 
     def open_files(self, root: Path, identity: str, limit: int) -> tuple[list[str], int]:
-        """Keep files of blocks in a folder; return the names of those that are there, and their maximum number.
+        """Keep files of blocks in a folder; return the names of its files, and their maximum number.
 
         Args:
             root, identity, limit: as in `store_in`.

@@ -1,9 +1,10 @@
-"""Files of the prefix cache: names that stand for texts, what is read when, and what is written and deleted."""
+"""Files of the prefix cache: names of texts, reading within the bound of a step, writing and deletion."""
 
 import pytest
 
 from jpaged.core.disk_tier import DiskTier
-from tests.core.traffic import add, drain, fetch, make, step
+from jpaged.core.plan import Sample, StepResult
+from tests.core.traffic import add, dispatch, drain, fetch, make, schedule, step
 
 SIZE = 4
 FIRST, SECOND, THIRD = (list(range(i, i + 12)) for i in (1, 20, 33))  # three blocks each
@@ -157,6 +158,21 @@ def test_failed_parameters_leave_no_files():
         scheduler.memory.forget_node(number)
     runner.save(*scheduler.disk.take())
     assert not runner.files
+
+
+def test_the_prefix_of_a_request_with_invalid_logits_leaves_no_files():
+    scheduler, runner = small(blocks=12, host=12)
+    told(scheduler, runner, "a", FIRST)
+    restarted(scheduler, runner)
+    request = add(scheduler, "b", FIRST, max_tokens=1)
+    fetch(scheduler, runner)
+    plan = schedule(scheduler)
+    dispatch(scheduler, runner, plan).result()
+    scheduler.commit(plan, StepResult([Sample(0, float("nan"))]))
+    runner.save(*scheduler.disk.take())
+    assert request.finished and request.sequences[0].num_cached_tokens == 8
+    assert len(runner.files) == 1, "the last block of the prompt, which was computed and not read"
+    assert scheduler.host_pool.tree.num_copies == 0
 
 
 def test_a_name_depends_on_the_salt_and_on_every_token_before_its_end():

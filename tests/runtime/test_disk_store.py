@@ -1,4 +1,4 @@
-"""Files of blocks: they return what was written, and whatever is not a whole file of this form is told and ignored."""
+"""Files of blocks: their content returns, and broken, foreign and unfinished files are told and ignored."""
 
 import errno
 import logging

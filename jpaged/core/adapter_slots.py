@@ -11,13 +11,6 @@ from jpaged.core.request import Request
 MOST_PASSED = 256  # requests that start before one that waits for a slot
 
 
-def salt_with(adapter: int | None, salt: str) -> str:
-    """Return the salt of the cached prefixes of an adapter's requests; it differs from that of any other pair."""
-    if adapter is None and "\0" not in salt:
-        return salt
-    return f"{'' if adapter is None else adapter}\0{salt}"
-
-
 class AdapterSlots:
     """Slots of `size` adapters. An adapter without running sequences stays until another one needs its slot.
 

@@ -72,15 +72,18 @@ class Node:
     Attributes:
         blocks: those on the device; with recurrent layers, the page of the state after the text is the last one.
         copies: likewise, those on the host.
+        before: the node of the block before it; None for a first block, and if that node is lost.
+        salt: the salt of the whole text; None if the text before it is lost, so that no request can find it.
         num_pins: number of pins (`Pins`).
         was_found: whether a request has found it.
-        key: hash of the whole text, once it is needed (`DiskTier`).
+        key: key of the whole text, once it is needed (`text_key`).
     """
 
-    __slots__ = ("blocks", "copies", "key", "num_pins", "number", "parent", "tokens", "was_found")
+    __slots__ = ("before", "blocks", "copies", "key", "num_pins", "number", "parent", "salt", "tokens", "was_found")
 
-    def __init__(self, number: int, parent: Parent, tokens: tuple[int, ...], num_kinds: int):
-        self.number, self.parent, self.tokens, self.num_pins = number, parent, tokens, 0
+    def __init__(self, number: int, parent: Parent, before: "Node | None", tokens: tuple[int, ...], num_kinds: int):
+        self.number, self.parent, self.before, self.tokens, self.num_pins = number, parent, before, tokens, 0
+        self.salt: str | None = parent if isinstance(parent, str) else before.salt if before else None
         self.key: bytes | None = None
         self.was_found = False
         self.blocks: list[Block | None] = [None] * num_kinds

@@ -1,12 +1,11 @@
 """Third tier of the prefix cache: files of blocks, which outlive the engine."""
 
-import array
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.blocks import Block, Node, Parent
+from jpaged.core.text_key import first_key, key_of, next_key, split_salt
 
 Files = Sequence[tuple[int, str]]  # places on the host, or blocks; page p is -1 - p; and the names of their files
 
@@ -30,9 +29,9 @@ class Arrival(NamedTuple):
 class DiskTier:
     """Files of blocks that have been on the host, by names that stand for texts.
 
-    A name is a hash (SHA-256) of a salt and all tokens up to the end of a block. Requests with adapters have no files,
-    because the numbers of adapters are those of one engine. Files are written when a block comes to the host, and read
-    to the host, from where blocks return to the device.
+    A name is the key of a text (`text_key`). Requests with adapters have no files, because the numbers of adapters are
+    those of one engine. Files are written when a block comes to the host, and read to the host, from where blocks
+    return to the device.
 
     Args:
         host: the pool on the host.
@@ -113,7 +112,7 @@ class DiskTier:
             most_s: maximum seconds that the reading may take.
         """
         self.fetching = None
-        if not self._names or "\0" in salt:
+        if not self._names or split_salt(salt)[0] is not None:
             return []
         path = [node for node, _ in self.host.tree.walk(tokens, salt, None)]
         missing = list(self._missing(path, tokens, salt))
@@ -170,8 +169,8 @@ class DiskTier:
 
     def name_of(self, node: Node, kind: int) -> str | None:
         """Return the name of a block's file; None if there can be none."""
-        key = self._key(node)
-        return None if key is None else f"{key.hex()}-{kind}"
+        has_files = node.salt is not None and split_salt(node.salt)[0] is None
+        return f"{key_of(node).hex()}-{kind}" if has_files else None
 
     def _missing(
         self, path: Sequence[Node], tokens: Sequence[int], salt: str
@@ -182,13 +181,11 @@ class DiskTier:
             path: the nodes of the text.
         """
         size, kinds, groups = self.device.block_size, self.host.tree.num_kinds, len(self.device.windows)
-        last = _root(salt)
+        key = first_key(salt)
         for index in range(len(tokens) // size):
             text = tuple(tokens[index * size : (index + 1) * size])
             node = path[index] if index < len(path) else None
-            key = self._key(node) if node else _next(last, text)
-            assert key is not None, "texts with this salt have files"
-            last = key
+            key = key_of(node) if node else next_key(key, text)
             held = [bool(node and (node.blocks[kind] or node.copies[kind])) for kind in range(kinds)]
             if all(held):
                 continue
@@ -198,24 +195,6 @@ class DiskTier:
             for kind, name in enumerate(names):
                 if not held[kind] and name in self._names:
                     yield name, index, kind, text
-
-    def _key(self, node: Node) -> bytes | None:
-        """Return the hash of a text up to the end of a node; None with an adapter, and without the text before it."""
-        path, key = [node], node.key
-        while key is None:
-            parent = path[-1].parent
-            if not isinstance(parent, int):
-                if "\0" in parent:
-                    return None
-                key = _root(parent)
-            elif (before := self.host.tree.nodes.get(parent)) is None:  # windows have passed its blocks
-                return None
-            else:
-                key = before.key
-                path.append(before)
-        for each in reversed(path):
-            key = each.key = each.key or _next(key, each.tokens)
-        return key
 
     @staticmethod
     def _number(pool: BlockPool, block_id: int) -> int:
@@ -232,11 +211,3 @@ class DiskTier:
     def _limit(self) -> None:
         while len(self._names) > self.most:
             self._delete(next(iter(self._names)))
-
-
-def _root(salt: str) -> bytes:
-    return hashlib.sha256(b"salt" + salt.encode(errors="surrogatepass")).digest()
-
-
-def _next(key: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(key + array.array("i", tokens).tobytes()).digest()

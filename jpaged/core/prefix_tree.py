@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from jpaged.core.blocks import Block, Node, Parent
+from jpaged.core.cache_events import CacheEvents
 
 _tokens = operator.attrgetter("tokens")
 
@@ -23,12 +24,14 @@ class PrefixTree:
 
     Attributes:
         num_copies: number of blocks and pages on the host that hold a text.
+        events: a record of the changes, if someone takes them.
     """
 
     def __init__(self, block_size: int, num_kinds: int):
         self.block_size, self.num_kinds = block_size, num_kinds
         self._numbers = itertools.count()
         self.num_copies = 0
+        self.events: CacheEvents | None = None
         self.nodes: dict[int, Node] = {}
         self.children: dict[Parent, list[Node]] = {}
 
@@ -40,6 +43,8 @@ class PrefixTree:
         self.nodes.clear()
         self.children.clear()
         self.num_copies = 0
+        if self.events is not None:
+            self.events.clear()
 
     def walk(self, tokens: Sequence[int], salt: str, shortest: int | None) -> Iterator[tuple[Node, int]]:
         """Yield the nodes of the longest known prefix of some tokens, each with the number of common tokens.
@@ -73,12 +78,13 @@ class PrefixTree:
         at = bisect.bisect_left(siblings, tokens, key=_tokens)
         if at < len(siblings) and siblings[at].tokens[: len(tokens)] == tokens:
             return siblings[at], None
-        node = Node(next(self._numbers), parent, tokens, self.num_kinds)
+        before = self.nodes.get(parent) if isinstance(parent, int) else None
+        node = Node(next(self._numbers), parent, before, tokens, self.num_kinds)
         self.nodes[node.number] = node
         siblings.insert(at, node)
         # The beginning of these tokens, of which no more than one is cached, comes directly before them.
-        before = siblings[at - 1] if at else None
-        return node, before if before and tokens[: len(before.tokens)] == before.tokens else None
+        shorter = siblings[at - 1] if at else None
+        return node, shorter if shorter and tokens[: len(shorter.tokens)] == shorter.tokens else None
 
     def attach(self, node: Node, block: Block) -> None:
         """Give a node a block that holds its text, of a group for which its memory has none."""
@@ -87,6 +93,8 @@ class PrefixTree:
         assert block.node is None, f"block {block.block_id} was written while the prefix cache offered it"
         blocks[block.group], block.node = block, node
         self.num_copies += block.is_copy
+        if self.events is not None:
+            self.events.store(node, block)
 
     def detach(self, block: Block) -> None:
         """Take a block from its node, if it has one, and remove the nodes that hold nothing then."""
@@ -95,6 +103,8 @@ class PrefixTree:
             return
         node.of(copies=block.is_copy)[block.group] = None
         self.num_copies -= block.is_copy
+        if self.events is not None:
+            self.events.remove(node, block)
         while not (node.number in self.children or any(node.blocks) or any(node.copies)):
             siblings = self.children[node.parent]
             del siblings[bisect.bisect_left(siblings, node.tokens, key=_tokens)]

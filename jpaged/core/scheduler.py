@@ -13,7 +13,7 @@ from collections.abc import Sequence as Series
 from types import MappingProxyType
 
 from jpaged.config import Limits
-from jpaged.core.adapter_slots import Passing, salt_with
+from jpaged.core.adapter_slots import Passing
 from jpaged.core.admission import Capacity, make_request
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
@@ -28,6 +28,7 @@ from jpaged.core.planned_step import PlannedStep
 from jpaged.core.queue import Queues, RequestQueue, Turns
 from jpaged.core.request import FinishReason, Request, RequestFault, Sequence
 from jpaged.core.shares import Shares
+from jpaged.core.text_key import salt_with
 
 # The headroom of engines. In simulations of an overloaded pool (OPT-13B on an A100, ShareGPT's lengths), it cuts
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that

@@ -1,6 +1,6 @@
 """Faults that show in one composition of events of a schedule. The runs of `chance` must find them."""
 
-from jpaged.core import disk_tier, memory, planned_step, prefix_tree
+from jpaged.core import disk_tier, memory, planned_step, prefix_tree, text_key
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit
@@ -14,7 +14,7 @@ from jpaged.core.prefix_tree import PrefixTree
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.rows import Rows
 from jpaged.core.scheduler import Scheduler
-from tests.core import planted
+from tests.core import planted, reader
 
 
 def _after(patch, owner, name, change):
@@ -222,7 +222,8 @@ def _wrong_group_returns(patch):
 
 
 def _file_of_another_salt(patch):
-    patch.setattr(disk_tier, "_root", lambda salt: bytes(32))
+    for module in (text_key, disk_tier, reader):
+        patch.setattr(module, "first_key", lambda salt: bytes(32))
 
 
 def _files_of_old_parameters(patch):
@@ -232,7 +233,8 @@ def _files_of_old_parameters(patch):
 
 def _files_of_one_group(patch):
     """The blocks of all groups have one file."""
-    patch.setattr(DiskTier, "name_of", lambda tier, node, kind: (key := tier._key(node)) and f"{key.hex()}-0")
+    name_of = DiskTier.name_of
+    patch.setattr(DiskTier, "name_of", lambda tier, node, kind: name_of(tier, node, 0))
 
 
 def _state_stays_on_the_host(patch):

@@ -3,11 +3,12 @@
 import pytest
 
 from jpaged.config import Limits
-from jpaged.core.adapter_slots import MOST_PASSED, AdapterSlots, salt_with
+from jpaged.core.adapter_slots import MOST_PASSED, AdapterSlots
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import NO_SLOT, Sample, StepResult
 from jpaged.core.scheduler import Scheduler
+from jpaged.core.text_key import salt_with, split_salt
 
 
 def assert_slots(slots: AdapterSlots, *, used: int) -> None:
@@ -63,6 +64,7 @@ def test_salts_differ():
     pairs = [(None, ""), (None, "5\0x"), (5, "x"), (5, ""), (None, "\0x"), (None, "x"), (None, "5\0")]
     assert len({salt_with(*pair) for pair in pairs}) == len(pairs)
     assert salt_with(None, "x") == "x"
+    assert all(split_salt(salt_with(*pair)) == pair for pair in pairs)
 
 
 def scheduler(num_adapters: int, rows: int = 4) -> Scheduler:

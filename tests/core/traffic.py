@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jpaged.config import Limits
 from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
+from jpaged.core.cache_events import CacheEvents
 from jpaged.core.commit import Committed
 from jpaged.core.disk_tier import DiskTier
 from jpaged.core.drafts import Drafter
@@ -14,6 +15,7 @@ from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
+from tests.core.reader import Reader
 from tests.support.fake_runner import VOCAB, FakeRunner, beams, digests, next_token, prompt_samples
 
 
@@ -59,7 +61,7 @@ def of_model(scheduler: Scheduler) -> dict[Sequence, list[int]]:
 
 
 class CheckedScheduler(Scheduler):
-    """A scheduler that compares the claims of each step with a sum over all running requests.
+    """A scheduler that compares the claims of each step with a sum over all running requests, and events with texts.
 
     Attributes:
         num_from_past: number of sequences in a step whose drafts follow no earlier place of their own text.
@@ -68,6 +70,8 @@ class CheckedScheduler(Scheduler):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.num_from_past = 0
+        self.pool.tree.events = CacheEvents(self.pool.block_size)
+        self.reader = Reader(self.pool.tree)
         self._arrivals_by_epoch: list[tuple[int, Request]] = []
 
     def add(self, *args, **options):
@@ -77,6 +81,10 @@ class CheckedScheduler(Scheduler):
             first.drafter = Oracle(request)
         self._arrivals_by_epoch.append((self.pool.epoch, request))
         return request
+
+    def check_invariants(self):
+        super().check_invariants()
+        self.reader.check()
 
     def check_origins(self, plan: StepPlan) -> None:
         """Check that drafts continue the sequence's own text, or an output that it may know.

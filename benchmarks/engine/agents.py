@@ -349,7 +349,8 @@ def publish(report: Report) -> None:
         "tokens per second; blocks that went to the host, that returned, and that were read from files.",
         "## First token of turn 10 of a session",
         table(of("turn 10"), ("where", "prompt", "policy", "ttft_ms", "least_ms", "most_ms")),
-        "Before it, other sessions have computed 1.25 times the tokens of the pool, except in the last case.",
+        "Before it, other sessions have computed 1.25 times the tokens of the pool, except in the last case. For "
+        f"{PROMPT:,} tokens, the CPU has a pool of twice the size.",
         f"## Prompts without repetition: time with a host over time without (limit {MAX_RATIO:g})",
         table(of("no repetition"), ("where", "rounds", "blocks_out", "ratio", "least_ratio", "ttft_ratio")),
         "On the CPU, `ratio` is the median over all prompts, each computed with and without a host in turn, and "
@@ -408,6 +409,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_trace(report, "simulated", simulation, agents, args.sessions, rate, 1)
     add_measured_cost(report, machine, small.draw(args.cpu_sessions // 5, 1.0, COST_SEED), args.cost_rounds)
     add_tenth_turn(report, "CPU", machine, args.cpu_prompt, args.rounds)
+    if not args.tiny:
+        long = Machine(replace(args.model, max_position_embeddings=PROMPT + 1_000), 2 * args.num_blocks)
+        add_tenth_turn(report, "CPU", long, PROMPT, 1)
     add_trace(report, "CPU", machine, small, args.cpu_sessions, args.rates[0], args.rounds)
     publish(report)
     for where in above(report.rows):

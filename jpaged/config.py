@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from jpaged.kv_events import KVEvents
 from jpaged.setting import check, documentation, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -297,6 +298,11 @@ class EngineConfig:
         unit="DIR",
     )  # fmt: skip
     kv_cache_dir_size: float = _memory(16.0, "maximum size of the files in kv_cache_dir, in GiB", low=0, unit="GIB")
+    kv_events_config: Mapping[str, Any] | None = _memory(
+        None, "tell the changes of the prefix cache, with the tokens of prompts, to routers on ZeroMQ sockets: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}', by="none",
+        unit="JSON",
+    )  # fmt: skip
     swap_space: float = _memory(
         4.0, "host memory for KV blocks of preempted requests and evicted ones of the prefix cache, in GiB; at most "
         "half of the free memory is used", low=0, unit="GIB",
@@ -345,6 +351,8 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer:
             raise ValueError(f"skip_tokenizer_init: can't be combined with tokenizer ({self.tokenizer!r})")
         Speculation.of(self.speculative_config)
+        if self.kv_events_config and KVEvents.of(self.kv_events_config) and not self.enable_prefix_caching:
+            raise ValueError("kv_events_config: needs enable_prefix_caching")
         if self.kv_cache_dir and not (self.enable_prefix_caching and self.swap_space):
             raise ValueError("kv_cache_dir: needs enable_prefix_caching and swap_space, through which blocks return")
         if self.kv_cache_memory_bytes and self.num_gpu_blocks_override:

@@ -59,6 +59,7 @@ WITHOUT_RAY: dict[str, tuple[Any, str]] = {
     "ssl_ca_certs": (None, "Ray Serve does not check client certificates"),
     "data_parallel_size": (1, "see --replicas"),
     "nnodes": (1, "a replica runs on one host"),
+    "kv_events_config": (None, "replicas on one host would have one address"),
 }
 
 
@@ -189,7 +190,7 @@ def _serve(
             read_params = followers.refuse_params if followers else functools.partial(load_params, setup)
             lead = followers.lead if followers else None
             setups = on_further_devices(setup, args.data_parallel_size)
-            engines = [start_engine(each, progress=bars, lead=lead) for each in setups]
+            engines = [start_engine(each, progress=bars, lead=lead, rank=rank) for rank, each in enumerate(setups)]
         read_adapter = lambda name, directory: adapter_command(engines[0].runner, name, directory)
         tokenizer, resolved, model = setup.tokenizer, setup.resolved, setup.resolved.model
         service = Service(

@@ -12,7 +12,7 @@ class AdapterNames:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._counter = itertools.count()
-        self._retired = set[int]()
+        self._retired: dict[int, str] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._numbers])
@@ -25,6 +25,11 @@ class AdapterNames:
         if name is not None and name not in self._numbers:
             raise InvalidParameter("adapter", f"{name!r} is not loaded; loaded: {', '.join(self._numbers) or 'none'}")
         return None if name is None else self._numbers[name]
+
+    def name_of(self, number: int) -> str | None:
+        """Return the name of an adapter that some request may have; None if none has it any more."""
+        current = (name for name, each in self._numbers.items() if each == number)
+        return next(current, None) or self._retired.get(number)
 
     def next_number(self) -> int:
         """Return a number for a new adapter."""
@@ -44,9 +49,10 @@ class AdapterNames:
     def take_unused(self, is_used: Callable[[int], bool]) -> list[int]:
         """Return the adapters without a name that no request has, and forget them."""
         unused = [number for number in self._retired if not is_used(number)]
-        self._retired.difference_update(unused)
+        for number in unused:
+            del self._retired[number]
         return unused
 
     def _retire(self, name: str) -> None:
         if (number := self._numbers.pop(name, None)) is not None:
-            self._retired.add(number)
+            self._retired[number] = name

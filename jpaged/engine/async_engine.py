@@ -254,8 +254,7 @@ class AsyncEngine:
                     self._fail_requests(error)
                 self._tell_waits()
             self._die(EngineDead("the engine was stopped"))
-            if self._saves:
-                self._engine.close()
+            self._engine.close(save=self._saves)
         except BaseException as error:
             logger.exception("the engine has failed")
             self._die(EngineDead(f"the engine has failed: {error}"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 from tokenizers import Tokenizer
 
+from jpaged.core.cache_events import CacheEvent, CacheEvents
 from jpaged.core.commands import (
     PARTS,
     Command,
@@ -83,6 +84,20 @@ class Runner(certify.Identified, Protocol):
 
     def recover(self) -> None:
         """Make the runner usable after a step that raised an error. The content of all blocks and rows may be lost."""
+
+
+class EventSink(Protocol):
+    """Receiver of the changes of the prefix cache."""
+
+    def publish(self, events: Series[CacheEvent], adapter_name: Callable[[int], str | None]) -> None:
+        """Take the changes of a step, without waiting.
+
+        Args:
+            adapter_name: returns the name of an adapter's number in a salt.
+        """
+
+    def close(self) -> None:
+        """Expect no further changes."""
 
 
 class Progress(NamedTuple):
@@ -200,6 +215,7 @@ class Engine:
         clock: returns the present time in seconds, for the times of requests.
         draft_model: computes drafts before a step, if the scheduler's settings name one.
         files: the runner, if the scheduler keeps blocks in files (`DiskTier`).
+        events: receives the changes of the prefix cache.
 
     Attributes:
         limits: maximum sizes of sequences and steps.
@@ -210,7 +226,7 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, *, seed: int = 0,
         max_in_flight: int = 1, clock: Callable[[], float] = time.monotonic, draft_model: DraftModel | None = None,
-        files: BlockFiles | None = None,
+        files: BlockFiles | None = None, events: EventSink | None = None,
     ):  # fmt: skip
         self.scheduler, self.limits = scheduler, scheduler.limits
         self.runner, self._files = runner, PrefixFiles(scheduler, files, clock)
@@ -222,6 +238,9 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._draft_model = draft_model
+        self._events = events
+        if events is not None:
+            scheduler.pool.tree.events = CacheEvents(scheduler.pool.block_size)
         self._in_flight: deque[tuple[StepPlan, float, Pending]] = deque()  # with the times of their dispatch
         self._next_params: UpdateParams | None = None  # waits until the started requests have ended
         self.adapters = AdapterNames()
@@ -375,7 +394,12 @@ class Engine:
             case UnloadAdapter(name):
                 self.adapters.remove(name)
                 self._drop_adapters()
+        self._publish_events()
         return StepOutput()
+
+    def _publish_events(self) -> None:
+        if self._events is not None and (record := self.scheduler.pool.tree.events) and (events := record.take()):
+            self._events.publish(events, self.adapters.name_of)
 
     def _drop_adapters(self) -> None:
         """Forget the adapters without a name that no request has."""
@@ -440,6 +464,7 @@ class Engine:
             self.restart()
             self.runner.recover()
             raise
+        self._publish_events()
         return self._output(plan, committed, dispatched_at)
 
     def _dispatch(self) -> None:
@@ -457,9 +482,16 @@ class Engine:
         self._files.read()
         return self.scheduler.schedule(self._drafts())
 
-    def close(self) -> None:
-        """Write the cached prefixes to `kv_cache_dir`, if there is one, for the next start. No step may follow."""
-        self._files.save(pool=not self.asleep)
+    def close(self, *, save: bool = True) -> None:
+        """End the events, and write the cached prefixes to `kv_cache_dir` for the next start. No step may follow.
+
+        Args:
+            save: whether they are written, if there is such a folder.
+        """
+        if self._events is not None:
+            self._events.close()
+        if save:
+            self._files.save(pool=not self.asleep)
 
     def _drafts(self) -> Mapping[Sequence, Series[int]]:
         """Return the drafts of the draft model for the next step. If it fails, the engine goes on without it."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
@@ -14,6 +14,8 @@ from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine, Runner
+from jpaged.engine.event_messages import EventMessages
+from jpaged.kv_events import KVEvents
 from jpaged.models.adapters import SlotsForm, slots_form
 from jpaged.models.base import Model, Place
 from jpaged.models.checkpoint import Form, dummy_model, load_safetensors, on_one_device, takes_all
@@ -40,6 +42,9 @@ from jpaged.start.setup import (
 )
 from jpaged.tokenizer import backend
 from pallas_kernels import Kernels, has_products, takes_weight
+
+if TYPE_CHECKING:
+    from jpaged.engine.event_publisher import EventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +80,7 @@ def load_engine(
 
 def start_engine(
     setup: Setup, *, model: Model | None = None, progress: bool = True,
-    lead: Callable[[ModelRunner], Runner] | None = None, allow_copy: bool = True,
+    lead: Callable[[ModelRunner], Runner] | None = None, allow_copy: bool = True, rank: int = 0,
 ) -> Engine:  # fmt: skip
     """Load the parameters, compile or load the executables, and return an engine that is ready to step.
 
@@ -83,6 +88,7 @@ def start_engine(
         model: the module of `prepare_module`; None: load the checkpoint.
         lead: return the engine's runner, which drives this one and those of other processes.
         allow_copy: as in `load_engine`.
+        rank: number of the engine among several, for the addresses of its events.
     """
     resolved, inner = setup.resolved, backend(setup.tokenizer) if setup.tokenizer is not None else None
     model = model or load_checkpoint(setup, progress=progress)
@@ -92,12 +98,13 @@ def start_engine(
         if setup.draft_model is not None:
             draft_model, limits = _start_draft_model(setup.draft_model, runner, progress=progress)
         measured = measure(runner, resolved, progress=progress)
+    events = _event_publisher(setup, measured, rank)
     scheduler = _scheduler_of(setup, measured, limits)
     files = _open_files(setup, runner, scheduler, measured.token_s) if resolved.config.kv_cache_dir else None
     max_in_flight = 2 if resolved.config.async_scheduling else 1
     engine = Engine(
         scheduler, lead(runner) if lead else runner, inner, seed=resolved.config.seed, max_in_flight=max_in_flight,
-        draft_model=draft_model, files=files,
+        draft_model=draft_model, files=files, events=events,
     )  # fmt: skip
     for name, directory in (resolved.config.lora_modules or {}).items():
         engine.control(adapter_command(runner, name, directory))
@@ -162,6 +169,21 @@ def _open_files(setup: Setup, runner: ModelRunner, scheduler: Scheduler, token_s
     tier.disk = DiskTier(tier.device, tier.host, names, most, token_s)
     logger.info("kv_cache_dir: %d files of blocks, of at most %d", len(names), most)
     return runner
+
+
+def _event_publisher(setup: Setup, measured: Measured, rank: int) -> "EventPublisher | None":
+    """Return the publisher of `kv_events_config`; None if there is none.
+
+    Raises:
+        ValueError: an address can't be used.
+    """
+    given = setup.resolved.config.kv_events_config
+    if not given or (settings := KVEvents.of(given)) is None:
+        return None
+    # Loading ZeroMQ takes a while, and few engines need it.
+    from jpaged.engine.event_publisher import EventPublisher
+
+    return EventPublisher(settings, EventMessages(setup.resolved.limits.block_size, measured.windows), rank)
 
 
 def _num_adapters(config: EngineConfig) -> int:

@@ -70,6 +70,9 @@ def in_python(caplog, name, value):
     return "applied", {name: value for name, (value, default) in given.items() if value != default}
 
 
+JSON = {"speculative_config": '{"num_speculative_tokens": 2}', "kv_events_config": '{"topic": "x"}'}
+
+
 def sample(name):
     """A value of a flag that is not its default; True for a switch."""
     flag = ENGINE.find(name)
@@ -78,8 +81,8 @@ def sample(name):
     if flag and isinstance(flag.convert, Mapping):
         return next(iter(flag.convert)) if flag.nargs else True
     action = OWN[flag.ours if flag else name]
-    if action.dest == "speculative_config":
-        return '{"num_speculative_tokens": 2}'
+    if action.dest in JSON:
+        return JSON[action.dest]
     for each, setting in settings(EngineConfig):
         if each.name == action.dest and action.nargs != 0:
             other = next((one for one in setting.choices or () if one != each.default), None)

@@ -3,7 +3,9 @@
 import asyncio
 import os
 
+import msgspec
 import pytest
+import zmq
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.async_engine import AsyncEngine
@@ -39,7 +41,11 @@ def expected(tiny) -> list:
 
 
 def test_prefixes_return_from_the_host_with_their_bits(tiny, expected):
-    llm = start(tiny, None, swap_space=1.0)
+    reader = zmq.Context.instance().socket(zmq.SUB)
+    reader.connect("inproc://tiers")
+    reader.subscribe("")
+    events = {"enable_kv_cache_events": True, "endpoint": "inproc://tiers"}
+    llm = start(tiny, None, swap_space=1.0, kv_events_config=events)
     tier = llm.engine.scheduler.memory.tier
     assert tier.is_worthwhile
     first, cached = bits(llm)
@@ -48,6 +54,28 @@ def test_prefixes_return_from_the_host_with_their_bits(tiny, expected):
     assert again == expected and cached == [64] * 5 and tier.num_back > 0
     stats = llm.engine.stats()
     assert (stats.num_evicted, stats.num_returned) == (tier.num_out, tier.num_back) and stats.num_host_blocks > 0
+    llm.close()
+    assert texts_by_events(reader) == {
+        "GPU": {node.tokens for node in tier.device.tree.nodes.values() if len(node.tokens) == 16 and node.blocks[0]},
+        "CPU": {node.tokens for node in tier.device.tree.nodes.values() if node.copies[0]},
+    }
+
+
+def texts_by_events(reader) -> dict[str, set[tuple[int, ...]]]:
+    """Return the tokens of all blocks in each memory, as the events of an engine that was closed tell them."""
+    texts, held = {}, {"GPU": set(), "CPU": set()}
+    while reader.poll(200):
+        for message in msgspec.msgpack.decode(reader.recv_multipart()[2])[1]:
+            hashes, memory = message["block_hashes"], held[message["medium"]]
+            if message["type"] == "BlockStored":
+                size = message["block_size"]
+                blocks = [tuple(message["token_ids"][i : i + size]) for i in range(0, size * len(hashes), size)]
+                texts |= dict(zip(hashes, blocks, strict=True))
+                memory |= {*hashes}
+            else:
+                memory -= {*hashes}
+    reader.close()
+    return {medium: {texts[each] for each in hashes} for medium, hashes in held.items()}
 
 
 def test_prefixes_outlive_an_engine_with_their_bits(tiny, expected, tmp_path, caplog):

@@ -60,7 +60,8 @@ def test_every_open_setting_has_a_value_and_a_reason():
     elsewhere = {
         "revision", "tokenizer", "load_format", "hf_overrides", "generation_config", "override_generation_config",
         "speculative_config", "lora_dtype", "lora_modules",
-        "kernels", "num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_cache_dir", "preemption_mode",
+        "kernels", "num_gpu_blocks_override", "kv_cache_memory_bytes", "kv_cache_dir", "kv_events_config",
+        "preemption_mode",
     }  # fmt: skip
     made = choices(resolved_on("gpu", MODEL))
     assert made.keys() == open_settings - elsewhere

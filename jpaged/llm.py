@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Unpack, cast
 
+import numpy as np
 from tqdm import tqdm
 
 from jpaged.chat import Encoder, prompt_of
@@ -21,6 +22,7 @@ from jpaged.core import commands
 from jpaged.core.commands import Command, InFlight, PauseMode, Sleep, UpdateParams, WakeUp
 from jpaged.core.lora_request import LoRARequest
 from jpaged.core.params import BeamSearchParams, InvalidParameter, Params, SamplingParams, plain, shown
+from jpaged.core.pooling import normalized
 from jpaged.core.request import Request, RequestOutput
 from jpaged.engine.engine import RequestOptions
 from jpaged.engine.guard import Guard
@@ -173,6 +175,29 @@ class LLM:
             logprobs = (output.prompt_logprobs or [])[len(tokens) :]
             scores.append([ranked[token].logprob for ranked, token in zip(logprobs, more) if ranked is not None])
         return scores
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True,
+        dimensions: int | None = None, use_tqdm: bool = False, lora_request: LoRA | Sequence[LoRA] = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Return a vector of each prompt, [N, D] float32, made of the model's last hidden states.
+
+        Args:
+            pooling: "last": the state of the last token; "mean": the mean of those of all tokens.
+            normalize: scale vectors to length 1.
+            dimensions: number of dimensions to keep, for models whose training allows this; None: all.
+            lora_request: as in `generate`.
+
+        Raises:
+            InvalidParameter: as in `generate`.
+        """
+        if dimensions is not None and dimensions < 1:
+            raise InvalidParameter("dimensions", f"must be at least 1, not {dimensions}")
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        vectors = [output.outputs[0].pooled or [] for output in outputs]
+        shown = [normalized(each, dimensions) if normalize else each[:dimensions] for each in vectors]
+        return np.array(shown, np.float32)
 
     def replay(self, outputs: RequestOutput | Iterable[RequestOutput], *, use_tqdm: bool = True) -> list[Replay]:
         """Compute certified outputs again, and compare tokens, bits of logprobs and finish reasons.

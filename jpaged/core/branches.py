@@ -70,9 +70,8 @@ def advance_beams(request: Request, samples: list[Sample], memory: Memory) -> li
 def _sample(candidate: Candidate, sample: Sample, request: Request) -> Sample:
     """Return the sample of a candidate, whose beam got `sample`, with as many alternatives as were requested."""
     _, _, token, logprob, rank = candidate
-    *_, tokens, logprobs, version, _ = sample
-    num_listed = request.params.logprobs or 0
-    return Sample(token, logprob, rank, tokens[:num_listed], logprobs[:num_listed], version)
+    listed = slice(request.params.logprobs or 0)
+    return Sample(token, logprob, rank, sample.top_tokens[listed], sample.top_logprobs[listed], sample.version)
 
 
 def _hypothesis(parent: Sequence, candidate: Candidate, sample: Sample) -> Sequence | None:

@@ -19,7 +19,7 @@ _LISTING: dict[str, Any] = {
 }  # fmt: skip
 _OF_ONE: dict[str, Any] = {  # those of sampling alone
     "n": 1, "best_of": None, "seed": None, "logprob_token_ids": None, "num_speculative_tokens": None,
-    "kept_tokens": False,
+    "kept_tokens": False, "pooling": None,
 }  # fmt: skip
 
 

@@ -92,6 +92,8 @@ class Commit:
                     memory.remember_state(sequence, start + count)
                 if prompt:
                     request.prompt_samples.extend(prompt)
+                    if index in result.sums:
+                        request.sums.append(result.sums[index])
                 if num_samples == 1 and not request.beam:
                     self._take(sequence, samples[first])
                     if index not in drafts:

@@ -11,6 +11,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, Literal, Self
 
 from jpaged.config import MAX_DRAFTS
+from jpaged.core.pooling import MEAN, POOLINGS
 
 # Every step applies stop strings, stop tokens and bad words to every sequence. These limits bound the cost of a step.
 MAX_STOPS = 64
@@ -286,6 +287,8 @@ class SamplingParams(GenerationParams):
         logprob_token_ids: tokens to list with their logprobs, after the chosen one and instead of the most likely ones.
         num_speculative_tokens: maximum drafts of each output in a step; 0: none; None: as the engine is set.
         kept_tokens: return the set of tokens that each token was drawn from (`CompletionOutput.kept_tokens`).
+        pooling: return a vector of the prompt (`CompletionOutput.pooled`): the model's last hidden state of its last
+            token, "last", or the mean of those of all tokens, "mean". It needs one output of one token.
     """
 
     n: int = _rule(1, "a whole number of at least 1", _integer(1))
@@ -304,6 +307,7 @@ class SamplingParams(GenerationParams):
         None, f"a whole number between 0 and {MAX_DRAFTS}", _optional(_integer(0, MAX_DRAFTS))
     )
     kept_tokens: bool = _rule(False, *_FLAG)
+    pooling: str | None = _rule(None, '"last" or "mean"', _optional(lambda x: x in POOLINGS))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logprob_token_ids", _tuple(plain(self.logprob_token_ids)))
@@ -312,6 +316,10 @@ class SamplingParams(GenerationParams):
             object.__setattr__(self, "logprobs", 0)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter("best_of", f"{self.best_of} is below n ({self.n})")
+        if self.pooling is not None and (self.max_tokens, self.num_sequences) != (1, 1):
+            raise InvalidParameter("pooling", "needs max_tokens=1 and n=1")
+        if self.pooling == MEAN and self.prompt_logprobs is None:
+            object.__setattr__(self, "prompt_logprobs", 0)  # the prompt's hidden states come with its logprobs
 
     @property
     def num_sequences(self) -> int:

@@ -138,6 +138,7 @@ class Sample(NamedTuple):
         top_tokens: the most likely tokens, best first; for a beam, those that the search compares.
         version: number of parameter updates before the step that drew it.
         kept: bit t % 8 of byte t // 8 is 1 if token t could be drawn; empty if that was not requested.
+        hidden: hidden state that it was drawn from, [D] float32; empty if that was not requested.
     """
 
     token: int
@@ -147,6 +148,7 @@ class Sample(NamedTuple):
     top_logprobs: Series[float] = ()
     version: int = 0
     kept: bytes = b""
+    hidden: bytes = b""
 
 
 class StepResult(NamedTuple):
@@ -155,10 +157,13 @@ class StepResult(NamedTuple):
     Attributes:
         samples: samples of each of the plan's rows, in their order.
         prompt: {index in `plan.rows`: the prompt's own tokens whose logprobs this step computed}.
+        sums: {index in `plan.rows`: the sum of the hidden states before these tokens}, if requested, as `pooled` takes
+            it.
     """
 
     samples: Series[Sample]
     prompt: Mapping[int, Series[Sample]] = {}
+    sums: Mapping[int, bytes] = {}
 
 
 class Done(NamedTuple):

@@ -256,6 +256,7 @@ class Request:
         find_stop: returns the stop string that the text of a sequence contains once a token is added; None: there are
             no stop strings to find.
         prompt_samples: logprobs of the prompt's tokens except the first, as far as they are computed.
+        sums: sums of the hidden states before them, for the mean of `pooling`.
         fingerprints: fingerprints of the parameters that have computed the request, if it wants certificates.
         num_sequences: number of sequences once the prompt is computed.
         max_length: number of tokens of prompt and output at which a sequence ends.
@@ -283,6 +284,7 @@ class Request:
     find_stop: Callable[[Sequence, int], str | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_samples: list[Sample] = field(default_factory=list)
+    sums: list[bytes] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     fingerprints: tuple[str, ...] = ()
     num_sequences: int = field(init=False)
@@ -362,6 +364,7 @@ class OutputDelta(NamedTuple):
         prompt_samples: logprobs of the prompt's tokens except the first, if requested, in the first delta of each
             output.
         certificate: that of the whole output, if requested, in its last delta.
+        pooled: vector of the prompt, if requested.
     """
 
     request_id: str
@@ -373,6 +376,7 @@ class OutputDelta(NamedTuple):
     prompt_samples: list[Sample] | None = None
     num_cached_tokens: int = 0
     certificate: Certificate | None = None
+    pooled: list[float] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -399,6 +403,7 @@ class CompletionOutput:
         certificate: if requested, unless an abort or an error ended the output.
         kept_tokens: if requested, the tokens that each token was drawn from, ceil(V / 8) bytes: bit t % 8 of byte
             t // 8 is 1 for token t. Masks, top-k, top-p and min-p keep them; at temperature 0 it is the token alone.
+        pooled: vector of the prompt, if requested (`SamplingParams.pooling`).
         mixed_from: number of tokens before the first one that may depend on KV of older parameters than its own, after
             an update with `in_flight="keep"`; None: there is no such token.
     """
@@ -414,6 +419,7 @@ class CompletionOutput:
     certificate: Certificate | None = None
     mixed_from: int | None = None
     kept_tokens: list[bytes] | None = None
+    pooled: list[float] | None = None
 
 
 @dataclass(frozen=True)

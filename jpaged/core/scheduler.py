@@ -431,6 +431,7 @@ class Scheduler:
         for request in self.requests.values():
             if not any(sequence.num_output_tokens for sequence in request.live):
                 request.prompt_samples.clear()  # returned with the first token, so from the same parameters
+                request.sums.clear()
 
     def keep_kv(self) -> None:
         """Let requests continue on their KV with other parameters. Their later tokens depend on both."""

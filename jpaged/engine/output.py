@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Sample
+from jpaged.core.pooling import pooled
 from jpaged.core.request import CompletionOutput, Logprob, OutputDelta, Request, RequestOutput, Sequence
 from jpaged.tokenizer import Vocabulary
 
@@ -20,6 +21,7 @@ def delta_of(sequence: Sequence, index: int, text: str, samples: list[Sample]) -
     return OutputDelta(
         request.request_id, index, text, samples, sequence.finish_reason, sequence.stop_reason,
         request.prompt_samples if first else None, sequence.num_cached_tokens, sequence.certificate,
+        _pooled(request, sequence),
     )  # fmt: skip
 
 
@@ -36,6 +38,7 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
             index, sequence.text, sequence.output_token_ids, sequence.cumulative_logprob, logprobs,
             sequence.finish_reason, sequence.stop_reason, [sample.version for sample in sequence.samples],
             sequence.certificate, sequence.mixed_from, [each.kept for each in sequence.samples] if keeps else None,
+            _pooled(request, sequence),
         )  # fmt: skip
         outputs.append(output)
     cached = max(sequence.num_cached_tokens for sequence in request.sequences)
@@ -43,6 +46,14 @@ def request_output(request: Request, vocabulary: Vocabulary | None) -> RequestOu
         request.request_id, request.prompt, request.prompt_token_ids, outputs, cached, prompt_logprobs,
         metrics=request.metrics,
     )  # fmt: skip
+
+
+def _pooled(request: Request, sequence: Sequence) -> list[float] | None:
+    """Return the vector of the prompt, if requested; None also if an abort has ended the request before its token."""
+    params = request.params
+    if not (isinstance(params, SamplingParams) and params.pooling and sequence.samples):
+        return None
+    return pooled(params.pooling, sequence.samples[0].hidden, request.sums, len(request.prompt_token_ids))
 
 
 def _logprobs(

@@ -315,8 +315,8 @@ def has_adapters(batch: Batch) -> bool:
 
 def _fill_samples(
     batch: Batch, plan: StepPlan, rows: RowTable, row_n: np.ndarray, samples_n: np.ndarray, drafts_n: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Settings, np.ndarray]:
-    """Write the samples of a batch whose lengths are in place, and return the last four values of `Made`.
+) -> tuple[np.ndarray, np.ndarray, Settings, np.ndarray, np.ndarray]:
+    """Write the samples of a batch whose lengths are in place, and return the last five values of `Made`.
 
     `row_n` and `samples_n` are the row and the number of samples of each sequence, `drafts_n` the number of its drafts
     up to this one.
@@ -337,7 +337,7 @@ def _fill_samples(
         mask_of[:] = np.array(_masks_of(plan))[sequence_s]
         samples["masked"] = mask_of >= 0
     settings = Settings.ANY if (mask_of >= 0).any() else Settings(rows.settings[row_s].max(initial=0))
-    return mask_of, rows.num_top[row_s], settings, rows.keeps[row_s]
+    return mask_of, rows.num_top[row_s], settings, rows.keeps[row_s], rows.pools[row_s]
 
 
 def _masks_of(plan: StepPlan) -> list[int]:
@@ -357,6 +357,7 @@ class Made(NamedTuple):
         num_top: [num_samples], as `Admitted.num_top`, -1 for None.
         settings: sampling settings that the samples use.
         keeps: [num_samples], whether to return the tokens that each sample is drawn from.
+        pools: [num_samples], whether to return the hidden state that each sample is drawn from.
     """
 
     bucket: Bucket
@@ -366,3 +367,4 @@ class Made(NamedTuple):
     num_top: np.ndarray
     settings: Settings
     keeps: np.ndarray
+    pools: np.ndarray

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jpaged.core.plan import Sample, StepPlan, StepResult
+from jpaged.core.pooling import MOST, UNIT
 
 
 @dataclass(eq=False)
@@ -26,6 +27,9 @@ class PendingStep:
         end: called when the device has computed the step.
         kept: (array [S, ceil(V / 8)] uint8 of the tokens that samples are drawn from, [num_samples] whether they are
             wanted); None: none are.
+        pooled: (hidden states that samples are drawn from [S, D], [num_samples] whether they are wanted); None: none
+            are.
+        summed: (all hidden states [T, D], the indices of the plan's rows whose sums are wanted); None: there are none.
     """
 
     plan: StepPlan
@@ -39,6 +43,8 @@ class PendingStep:
     late: jax.Array | None = None
     end: Callable[[], None] | None = None
     kept: tuple[jax.Array, np.ndarray] | None = None
+    pooled: tuple[jax.Array, np.ndarray] | None = None
+    summed: tuple[jax.Array, list[int]] | None = None
 
     def __post_init__(self) -> None:
         self._lists = bool((self.num_top >= 0).any())
@@ -65,15 +71,28 @@ class PendingStep:
         if self.kept is not None:
             bits, wanted = jax.device_get(self.kept[0]), self.kept[1]
             samples = [each._replace(kept=bits[s].tobytes()) if wanted[s] else each for s, each in enumerate(samples)]
+        if self.pooled is not None:
+            rows, wanted = jax.device_get(self.pooled[0]).astype(np.float32), self.pooled[1]
+            samples = [x._replace(hidden=rows[s].tobytes()) if wanted[s] else x for s, x in enumerate(samples)]
+        hidden, summed = (None, ()) if self.summed is None else (jax.device_get(self.summed[0]), self.summed[1])
         prompt_samples: dict[int, list[Sample]] = {}
+        sums: dict[int, bytes] = {}
         start = 0
         for index, (_, _, count, _) in enumerate(self.plan.rows if self.prompt else ()):
             at = start + np.flatnonzero(self.targets[start : start + count] >= 0)
             if len(at):
                 top = itertools.repeat(self.prompt_top[index], len(at))
                 prompt_samples[index] = list(_samples(arrays[-2][:, at], arrays[-1][:, at], top, self.version))
+                if hidden is not None and index in summed:
+                    sums[index] = _sum(hidden[at])
             start += count
-        return StepResult(samples, prompt_samples)
+        return StepResult(samples, prompt_samples, sums)
+
+
+def _sum(x_td: np.ndarray) -> bytes:
+    """Return the sum of hidden states [T, D] as [D] int64 in units of `UNIT`."""
+    whole_td = np.rint(np.clip(x_td.astype(np.float64), -MOST, MOST) / UNIT).astype(np.int64)
+    return whole_td.sum(axis=0).tobytes()
 
 
 def _samples(chosen: np.ndarray, listed: np.ndarray, num_top: Iterable[int], version: int) -> Iterator[Sample]:

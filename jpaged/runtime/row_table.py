@@ -4,6 +4,7 @@ import numpy as np
 
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import NO_SLOT, Admitted, StepPlan
+from jpaged.core.pooling import MEAN
 from jpaged.runtime.sampling_row import NEUTRAL, ROW_WORDS, Value, pack
 
 
@@ -19,6 +20,8 @@ class RowTable:
         prompt_top: the same with each token of the prompt.
         adapters: [R] int32, the slot of each row's adapter, or `NO_SLOT`.
         keeps: [R] bool, whether to return the tokens that each sample is drawn from.
+        pools: [R] bool, whether to return the hidden state that each sample is drawn from.
+        sums: [R] bool, whether to return the sums of the hidden states before the tokens of a prompt.
     """
 
     def __init__(self, num_rows: int, table_width: int, block_size: int, num_groups: int = 1):
@@ -30,7 +33,7 @@ class RowTable:
         self.settings = np.zeros(num_rows, np.int32)
         self.num_top = np.full(num_rows, -1, np.int32)
         self.prompt_top = [-1] * num_rows
-        self.keeps = np.zeros(num_rows, bool)
+        self.keeps, self.pools, self.sums = (np.zeros(num_rows, bool) for _ in range(3))
         self.adapters = np.full(num_rows, NO_SLOT, np.int32)
         self._num_known = np.zeros(num_rows, np.int32)  # the lengths of `tokens`
         self._next = -1 - np.arange(num_rows, dtype=np.int32)  # the token after `tokens`, or -1 - row if it is a sample
@@ -45,7 +48,7 @@ class RowTable:
         """Apply a plan's differences."""
         if plan.row_copies:
             sources, destinations = map(list, zip(*plan.row_copies))
-            of_rows = self.sampling, self.settings, self.num_top, self.keeps, self.adapters
+            of_rows = self.sampling, self.settings, self.num_top, self.keeps, self.pools, self.adapters
             for array in (*self.block_tables, *of_rows, self._num_known, self._num_scored):
                 array[destinations] = array[sources]
             self.sampling["rows"][destinations] = destinations
@@ -94,7 +97,9 @@ class RowTable:
         self._num_known[row], self._next[row] = len(admitted.token_ids), -1 - row
         self._num_scored[row] = len(admitted.token_ids) if admitted.num_scored is None else admitted.num_scored
         self.prompt_top[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        pooling = params.pooling if isinstance(params, SamplingParams) else None
         self.keeps[row] = isinstance(params, SamplingParams) and params.kept_tokens
+        self.pools[row], self.sums[row] = pooling is not None, pooling == MEAN
         self.num_top[row] = -1 if admitted.num_top is None else admitted.num_top
         computed: dict[str, Value] = {
             "rows": row,

@@ -269,10 +269,14 @@ class ModelRunner:
         if computed.x_td is not None and (targets >= 0).any():
             prompt = self.step.score(self.leaves, computed.x_td, computed.targets_t)
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
+        pooled = (computed.x_sd, made.pools) if made.pools.any() else None
+        summed = None
+        if computed.x_td is not None and (wanted := [i for i, (row, *_) in enumerate(plan.rows) if table.sums[row]]):
+            summed = computed.x_td, wanted
         late = computed.x_sd if self.placement.device.platform == "cpu" else None
         return PendingStep(
             plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late,
-            end=end, kept=kept,
+            end=end, kept=kept, pooled=pooled, summed=summed,
         )  # fmt: skip
 
     def _forward(self, buffer: jax.Array, bucket: Bucket, slots: Slots | None = None) -> Computed:

@@ -8,7 +8,7 @@ import os
 from pydantic import BaseModel
 
 from jpaged.child import ChildFailed, Children, confine, serve
-from jpaged.serving import messages, protocol, responses
+from jpaged.serving import embeddings, messages, protocol, responses
 from jpaged.serving.codec import dumps
 from jpaged.serving.errors import ApiError
 from jpaged.serving.parse import parse
@@ -16,7 +16,7 @@ from jpaged.serving.parse import parse
 TIMEOUT_S = 30.0
 MAX_MEMORY_BYTES = 8 * 2**30
 NICENESS = 10  # steps have the processor first
-KINDS = vars(protocol) | vars(responses) | vars(messages)  # the classes of bodies by their names
+KINDS = vars(protocol) | vars(responses) | vars(messages) | vars(embeddings)  # the classes of bodies by their names
 
 type Fault = tuple[int, str, str | None, str]
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 from jpaged.serving import dialect, handlers, info, protocol
 from jpaged.serving.dialect import CHATS, Dialect
+from jpaged.serving.embeddings import EmbeddingsRequest, GenerativeScoringRequest, ScoreRequest
 from jpaged.serving.endpoint import EVENTS, JSON, TEXT, Endpoint, Handler
 from jpaged.serving.generate import Work, in_turns
 from jpaged.serving.handlers import answering, showing
@@ -15,19 +16,25 @@ from jpaged.serving.openapi import REFUSALS, show_openapi
 from jpaged.serving.prepare import detokenize, prepare_chat, prepare_completion, tokenize
 from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.service import ServerConfig
-from jpaged.serving.translate import count_tokens, prepare_messages, prepare_responses
+from jpaged.serving.translate import (
+    count_tokens,
+    prepare_embeddings,
+    prepare_messages,
+    prepare_responses,
+    prepare_scores,
+)
 
 
 def _operation[B: BaseModel](
     path: str, summary: str, kind: type[B], work: Work[B], *, bodies: tuple[type[B], ...] = (), renders: bool = True,
-    dialect: Dialect = CHATS,
+    dialect: Dialect = CHATS, aliases: tuple[str, ...] = (),
 ) -> Endpoint:  # fmt: skip
     """Return the endpoint of some work on a body of a kind, which is one of `bodies` if there are several."""
     operation = in_turns(kind, work, renders=renders)
     contents = (JSON, EVENTS) if "stream" in kind.model_fields else (JSON,)
     return Endpoint(
-        path, summary, answering(operation), operation, ("POST",), bodies=bodies or (kind,), contents=contents,
-        dialect=dialect,
+        path, summary, answering(operation), operation, ("POST",), aliases, bodies=bodies or (kind,),
+        contents=contents, dialect=dialect,
     )  # fmt: skip
 
 
@@ -64,6 +71,18 @@ ENDPOINTS = (
     _operation(
         "/v1/messages/count_tokens", "count the tokens of the prompt of `/v1/messages`",
         CountTokensRequest, count_tokens, dialect=dialect.MESSAGES,
+    ),
+    _operation(
+        "/v1/embeddings", "return a vector of each prompt: the last hidden state of its last token, or their mean",
+        EmbeddingsRequest, prepare_embeddings, renders=False,
+    ),
+    _operation(
+        "/v1/score", "return the probabilities of some tokens behind a query and each item, as SGLang does",
+        ScoreRequest, prepare_scores, renders=False, aliases=("/score",),
+    ),
+    _operation(
+        "/generative_scoring", "return the probability of the first label behind a query and each item, as vLLM does",
+        GenerativeScoringRequest, prepare_scores, renders=False,
     ),
     Endpoint("/v1/models", "every served name of the model, with `max_model_len` and `root`", showing(info.model_list)),
     Endpoint("/v1/models/{model}", "the entry of one name", handlers.one_model, refusals={"404": REFUSALS["404"]}),

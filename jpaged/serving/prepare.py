@@ -41,8 +41,14 @@ class Exchange(NamedTuple):
     shown_tokens: frozenset[int] = frozenset()
 
 
-def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Exchange:
-    """Return the request of a body."""
+def prepare_completion(
+    service: Service, body: protocol.CompletionRequest, new_answer: Callable[..., Answer] = CompletionAnswer
+) -> Exchange:
+    """Return the request of a body.
+
+    Args:
+        new_answer: return the collector of the response, from the arguments of CompletionAnswer.
+    """
     with body.rename_error_fields():
         params, sources, most = body.params(service.sampling_defaults), body.prompts(), service.config.max_prompts
         _check(service, body)
@@ -53,7 +59,7 @@ def prepare_completion(service: Service, body: protocol.CompletionRequest) -> Ex
         if params.stop or params.structured_outputs:
             _tokenizer(service, "stop" if params.stop else "structured_outputs")
         name = service.adapter_of(body.model) or service.model_name
-        answer = CompletionAnswer(name, service.vocabulary, body, prompts)
+        answer = new_answer(name, service.vocabulary, body, prompts)
         return Exchange(body, params, _bad_words(service, params), answer)
 
 
@@ -169,21 +175,27 @@ def _check(service: Service, body: GenerationRequest) -> None:
         raise invalid("stream_options", "only allowed with stream")
 
 
+def tokens_of(
+    service: Service, sources: Sequence[str | list[int]], field: str, *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the tokens of prompts, some of which are texts; InvalidParameter if texts need a tokenizer."""
+    texts = [source for source in sources if isinstance(source, str)]
+    tokenized: Iterator[list[int]] = iter(())
+    if texts:
+        # In one call, because every call wakes the tokenizer's threads.
+        tokenized = iter(encode_all(_tokenizer(service, field), texts, add_special_tokens=add_special_tokens))
+    return [next(tokenized) if isinstance(source, str) else source for source in sources]
+
+
 def _prompts(
     service: Service, body: protocol.CompletionRequest, sources: Sequence[str | list[int]], params: Params
 ) -> list[Prompt]:
-    texts = [prompt for prompt in sources if isinstance(prompt, str)]
-    tokenized: Iterator[list[int]] = iter(())
-    if texts:
-        tokenizer = _tokenizer(service, "prompt")
-        service.check_length(body.text_length, "prompt")
-        # In one call, because every call wakes the tokenizer's threads.
-        tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=body.add_special_tokens is not False))
+    service.check_length(body.text_length, "prompt")
+    tokens = tokens_of(service, sources, "prompt", add_special_tokens=body.add_special_tokens is not False)
     prompts = []
-    for prompt in sources:
-        token_ids = next(tokenized) if isinstance(prompt, str) else prompt
+    for source, token_ids in zip(sources, tokens, strict=True):
         kept = params.truncated(token_ids, service.max_model_len)
-        prompts.append(Prompt(kept, prompt if isinstance(prompt, str) and len(kept) == len(token_ids) else None))
+        prompts.append(Prompt(kept, source if isinstance(source, str) and len(kept) == len(token_ids) else None))
     return prompts
 
 

@@ -94,7 +94,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 def _neutral(kind: type[Params]) -> dict[str, tuple[object, ...]]:
     """Return the values without effect of the parameters that only `kind` has; () if only null has none."""
-    common = {"n", "best_of", "beam_width", *(each.name for each in fields(GenerationParams))}
+    common = {"n", "best_of", "beam_width", "pooling", *(each.name for each in fields(GenerationParams))}
     neutral: dict[str, tuple[object, ...]] = {
         each.name: () if each.default is None else (each.default,) for each in fields(kind) if each.name not in common
     }
@@ -119,7 +119,7 @@ _PARAMETERS = {
     each.name: (_in_json(each.type), None)
     for kind in (SamplingParams, BeamSearchParams)
     for each in fields(kind)
-    if each.name not in ("beam_width", "logprobs", "structured_outputs")
+    if each.name not in ("beam_width", "logprobs", "pooling", "structured_outputs")
 }
 if TYPE_CHECKING:
     _Common = Strict

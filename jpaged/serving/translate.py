@@ -1,12 +1,15 @@
-"""Work on the bodies of other APIs, which stand for chats. These functions are as those of `prepare`."""
+"""Work on bodies that stand for chats or completions. These functions are as those of `prepare`."""
 
 from dataclasses import replace
 from functools import partial
 
+from jpaged.core.params import SamplingParams
 from jpaged.serving.codec import dumps
+from jpaged.serving.embeddings import EmbeddingsRequest, ScoreRequest
+from jpaged.serving.embeddings_answer import EmbeddingsAnswer, ScoresAnswer
 from jpaged.serving.messages import CountTokensRequest, MessagesRequest
 from jpaged.serving.messages_answer import MessagesAnswer
-from jpaged.serving.prepare import Exchange, check_model, prepare_chat, render
+from jpaged.serving.prepare import Exchange, check_model, prepare_chat, prepare_completion, render, tokens_of
 from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.responses_answer import ResponsesAnswer
 from jpaged.serving.service import Service
@@ -26,6 +29,28 @@ def prepare_messages(service: Service, body: MessagesRequest) -> Exchange:
     if body.max_tokens > service.max_model_len - len(prompt.token_ids):
         return exchange._replace(params=replace(exchange.params, max_tokens=None))
     return exchange
+
+
+def prepare_embeddings(service: Service, body: EmbeddingsRequest) -> Exchange:
+    """Return the request of a body."""
+    exchange = prepare_completion(service, body.completion(), partial(EmbeddingsAnswer, body))
+    assert isinstance(exchange.params, SamplingParams), "there are no beams"
+    return exchange._replace(params=replace(exchange.params, pooling=body.pooling))
+
+
+def prepare_scores(service: Service, body: ScoreRequest) -> Exchange:
+    """Return the request of a body.
+
+    A query and an item are tokenized by themselves, so that the prompts of a query have a common prefix. The first of
+    them has the special tokens of a prompt.
+    """
+    service.check_length(body.text_length, "items")
+    items = [body.items] if isinstance(body.items, str) else body.items
+    with_special = body.add_special_tokens is not False
+    (query,) = tokens_of(service, [body.query], "query", add_special_tokens=with_special and not body.item_first)
+    parts = tokens_of(service, items, "items", add_special_tokens=with_special and body.item_first)
+    prompts = [part + query if body.item_first else query + part for part in parts]
+    return prepare_completion(service, body.completion(prompts), partial(ScoresAnswer, body))
 
 
 def count_tokens(service: Service, body: CountTokensRequest) -> bytes:

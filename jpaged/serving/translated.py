@@ -1,4 +1,4 @@
-"""Chat requests that stand for requests of another API."""
+"""Requests that stand for requests of another API."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from jpaged.serving.codec import JsonObject, dumps
 from jpaged.serving.errors import ApiError
 from jpaged.serving.fields import Items, Strict
 from jpaged.serving.parse import parse
-from jpaged.serving.protocol import ChatRequest
+from jpaged.serving.protocol import ChatRequest, GenerationRequest
 
 
-class TranslatedChat(ChatRequest):
-    """Chat request whose errors have the names of the original request.
+class Translated(GenerationRequest):
+    """Request whose errors have the names of the original request.
 
     Attributes:
         original_names: the original names of fields that have another one there.
@@ -47,6 +47,10 @@ class TranslatedChat(ChatRequest):
             param = names.get(error.param or "", error.param)
             renamed = ApiError(error.status, message, param, code=error.code, retry_after=error.retry_after)
             raise renamed from error
+
+
+class TranslatedChat(Translated, ChatRequest):
+    """Chat that stands for a request of another API."""
 
 
 class Tolerant(Strict):

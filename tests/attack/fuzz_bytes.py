@@ -42,6 +42,8 @@ VALID = [
     _post("/v1/responses", {"input": "Who are you?", "max_output_tokens": 3, "stream": True}),
     _post("/v1/messages?beta=true", CHAT | {"model": "demo"}, "x-api-key: key", "anthropic-version: 2023-06-01"),
     _post("/v1/completions", PROMPT, "Expect: 100-continue"), _post("/tokenize", {"prompt": "a fox"}),
+    _post("/v1/embeddings", {"input": ["a fox", "the sun"]}),
+    _post("/v1/score", {"query": "Who?", "items": ["a", "b"], "label_token_ids": [5, 6]}),
     _post("/detokenize", {"tokens": [5, 6, 7]}), _post("/reset_prefix_cache", b""), _get("/v1/models"),
     _get("/v1/models/demo", "X-Request-Id: 1"), _get("/metrics", "Accept-Encoding: gzip"),
     _get("/", "If-None-Match: *"),
@@ -52,7 +54,7 @@ VALID = [
 
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/tokenize", "/detokenize",
+    "/v1/embeddings", "/v1/score", "/generative_scoring", "/tokenize", "/detokenize",
 )  # fmt: skip
 WORDS = [
     b"\r\n", b"\n", b"\r", b"\x00", b"\xff\xfe", b"\xc3", b"%00", b"%0d%0aX-Injected: yes", b"%ff", b"..",

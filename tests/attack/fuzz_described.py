@@ -17,8 +17,10 @@ from tests.attack.fuzz_target import BACKOFF, TIMEOUT, Tally, Target, ends_in_sh
 
 CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
 ROUND = 60  # examples of one operation in a row
-GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-NEEDED = ("prompt", "messages", "tokens", "input", "model", "max_tokens")
+GENERATIONS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score",
+)  # fmt: skip
+NEEDED = ("prompt", "messages", "tokens", "input", "model", "max_tokens", "query", "items", "label_token_ids")
 
 
 def attack(target: Target, seed: int, count: int, tally: Tally) -> None:

@@ -330,10 +330,40 @@ def agents(rng: random.Random) -> tuple[str, dict[str, Any]]:
     return path, body | ({"stream": True} if rng.random() < 0.4 else {})
 
 
+OF_PROMPTS: dict[str, Value] = {
+    "add_special_tokens": flag, "cache_salt": text, "priority": integer, "user": text,
+}  # fmt: skip
+EMBEDDINGS: dict[str, Value] = OF_PROMPTS | {
+    "encoding_format": lambda rng: rng.choice(("float", "base64", text(rng))), "use_activation": flag,
+    "dimensions": lambda rng: rng.choice((1, 7, 160, 10**6, *INTEGERS)),
+    "pooling": lambda rng: rng.choice(("last", "mean", "mean", text(rng))),
+    "truncate_prompt_tokens": lambda rng: rng.choice((1, 3, -1, *INTEGERS)),
+    "truncation_side": lambda rng: rng.choice(("left", "right")),
+}  # fmt: skip
+SCORES: dict[str, Value] = OF_PROMPTS | {"apply_softmax": flag, "item_first": flag}
+
+
+def of_prompts(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a body for vectors or scores."""
+    if flag(rng):
+        path, known, body = "/v1/embeddings", EMBEDDINGS, {"input": PROMPTS(rng)}
+    else:
+        path, known = rng.choice(("/v1/score", "/score", "/generative_scoring")), SCORES
+        labels = [rng.choice((3, 5, 9, 200, *INTEGERS)) for _ in range(rng.randint(1, 3))]
+        body = {"query": text(rng), "items": one_of(text, several(text))(rng), "label_token_ids": labels}
+    body |= {name: known[name](rng) for name in rng.sample(list(known), rng.choice((0, 1, 1, 2)))}
+    if rng.random() < 0.05:
+        body[rng.choice((*known, text(rng)))] = anything(rng)
+    return path, body
+
+
 def generation(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A path and a body. Few fields at a time, so that most are accepted."""
-    if rng.random() < 0.3:
+    kind = rng.random()
+    if kind < 0.3:
         return agents(rng)
+    if kind < 0.4:
+        return of_prompts(rng)
     chat = flag(rng)
     body: dict[str, Any] = (
         {"messages": several(message, 3)(rng) or [message(rng)]} if chat else {"prompt": PROMPTS(rng)}

@@ -58,6 +58,7 @@ SAMPLING = {
     ),
     "num_speculative_tokens": ([None, 0, 32], [-1, 33, 1.0, True], "must be a whole number between 0 and 32"),
     "kept_tokens": ([True, False], [1, None], FLAG),
+    "pooling": (["last", "mean", None], ["first", 1, ["last"]], 'must be "last" or "mean"'),
     "n": ([1, 1000], [0, 1.0, True, None], WHOLE),
     "best_of": ([None, 1, 1000], [0, True], WHOLE),
     "temperature": (
@@ -100,7 +101,7 @@ def test_every_parameter_is_in_a_table():
 
 @pytest.mark.parametrize(("kind", "name", "value"), ACCEPTED)
 def test_values_within_the_limits_are_accepted(kind, name, value):
-    options = {"best_of": {"n": 1}, "min_tokens": {"max_tokens": 16}}.get(name, {})
+    options = {"best_of": {"n": 1}, "min_tokens": {"max_tokens": 16}, "pooling": {"max_tokens": 1}}.get(name, {})
     make(kind, **{name: value}, **options)
 
 

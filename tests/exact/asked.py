@@ -4,7 +4,9 @@ import random
 from typing import NamedTuple
 
 from jpaged.core.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
+from jpaged.core.pooling import POOLINGS
 from jpaged.core.request import Request
+from jpaged.engine.output import whole_deltas
 
 REGEXES = ("[a-f]{3,9}(xy|z)+", "[0-9]+-[A-Z]{2,6}")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 4}}}
@@ -72,13 +74,14 @@ KINDS = (_greedy, _drawn, _filtered, _penalized, _several, _beams, _structured, 
 
 
 def mixed(vocab_size: int, count: int, seed: int = 0) -> list[Asked]:
-    """Return requests of all kinds; the prompts of two in three share a beginning with others."""
+    """Return requests of all kinds, and two for vectors; the prompts of two in three share a beginning with others."""
     rng = random.Random(seed)
     draw = lambda size: [rng.randrange(vocab_size) for _ in range(size)]
     beginnings = [[], *(draw(size) for size in BEGINNINGS)]
-    return [
-        Asked(beginnings[rng.randrange(3)] + draw(rng.randint(1, LONGEST)), KINDS[i % len(KINDS)](rng, vocab_size))
-        for i in range(count)
+    prompt = lambda: beginnings[rng.randrange(3)] + draw(rng.randint(1, LONGEST))
+    asked = [Asked(prompt(), KINDS[i % len(KINDS)](rng, vocab_size)) for i in range(count)]
+    return asked + [
+        Asked(prompt(), SamplingParams(max_tokens=1, temperature=0, pooling=pooling)) for pooling in POOLINGS
     ]
 
 
@@ -92,7 +95,8 @@ def bits(request: Request) -> tuple:
         (s.output_token_ids, s.text, s.finish_reason, s.stop_reason, s.cumulative_logprob.hex(), [*map(of, s.samples)])
         for s in request.outputs
     ]
-    return outputs, [*map(of, request.prompt_samples)]
+    vectors = [_hex(delta.pooled) for delta in whole_deltas(request)]
+    return outputs, [*map(of, request.prompt_samples)], vectors
 
 
 def _hex(value):

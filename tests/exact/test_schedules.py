@@ -7,6 +7,7 @@ import pytest
 
 from jpaged.config import DRAFTING_SEQS
 from jpaged.core.memory import Memory
+from jpaged.core.pooling import POOLINGS
 from jpaged.runtime import step
 from pallas_kernels import ROW_ORDER
 from tests.exact.asked import KINDS, Asked
@@ -91,13 +92,13 @@ def check_drafts(subject: Subject, proposer: dict, seqs: int, tokens: int, *, ev
 
 
 def test_requests_are_of_every_kind_and_end_for_several_reasons(llama):
-    assert len(llama.asked) == FEW == 4 * len(KINDS)
-    sequences = [sequence for outputs, _ in llama.alone for sequence in outputs]
+    assert len(llama.asked) == FEW + len(POOLINGS) == 4 * len(KINDS) + 2
+    sequences = [sequence for outputs, *_ in llama.alone for sequence in outputs]
     assert len({finish for _, _, finish, *_ in sequences}) > 1
     stops = {stop for _, _, _, stop, *_ in sequences}
     assert {type(stop) for stop in stops} == {str, int, type(None)}, "stop strings, stop tokens, and neither"
-    assert sum(len(outputs) == 3 for outputs, _ in llama.alone) == FEW / 4, "choices and beams"
-    assert sum(bool(prompt) for _, prompt in llama.alone) > FEW / 4, "logprobs of prompts"
+    assert sum(len(outputs) == 3 for outputs, *_ in llama.alone) == FEW / 4, "choices and beams"
+    assert sum(bool(prompt) for _, prompt, _ in llama.alone) > FEW / 4, "logprobs of prompts"
 
 
 def test_a_schedule_changes_no_bit(llama):

@@ -23,8 +23,8 @@ from jpaged.serving.serve import tune_interpreter
 from jpaged.serving.service import ServerConfig, Service
 from jpaged.serving.tool_parsers.format import tool_format
 
-OPERATIONS = {endpoint.path: endpoint.operation for endpoint in ENDPOINTS if endpoint.operation is not None}
-DIALECTS = {path: endpoint.dialect for endpoint in ENDPOINTS if (path := endpoint.path) in OPERATIONS}
+OPERATIONS = {path: each.operation for each in ENDPOINTS if each.operation is not None for path in each.paths}
+DIALECTS = {path: each.dialect for each in ENDPOINTS for path in each.paths if path in OPERATIONS}
 REPLICA_ID = "X-Replica-Id"  # header of a generated response
 JSON = {"Content-Type": "application/json"}
 

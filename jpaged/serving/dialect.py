@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from jpaged.serving.codec import JsonObject, dumps
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import NO_THREADS, ApiError
 
 # Types in Anthropic's API of errors, by their HTTP status.
 ANTHROPIC_TYPES = {
@@ -69,9 +69,10 @@ class Anthropic(NamedEvents):
         message = error.message
         if error.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"  # agents shorten their history after these words
+        details = {"details": {"error_code": error.code}} if error.code == NO_THREADS else {}
         return {
             "type": "error",
-            "error": {"type": kind, "message": message, "param": error.param, "code": error.code},
+            "error": {"type": kind, "message": message, "param": error.param, "code": error.code} | details,
         }
 
     def stream_end(self, error: ApiError) -> bytes:

@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from jpaged.serving.codec import JsonObject, dumps
 from jpaged.serving.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, THINKING
+from jpaged.serving.errors import NO_THREADS, invalid
 from jpaged.serving.fields import Items, Open
 from jpaged.serving.transcript import Transcript
 from jpaged.serving.translated import Tolerant, TranslatedChat
@@ -214,8 +215,11 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stop_sequences: Items[str] | None = None
+    thread: JsonObject | None = None
 
     def _chat_fields(self) -> JsonObject:
+        if self.thread is not None:
+            raise invalid("thread", "nothing is stored: send the whole conversation as messages", code=NO_THREADS)
         return super()._chat_fields() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 

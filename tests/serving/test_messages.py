@@ -297,6 +297,14 @@ async def test_invalid_request_is_rejected_in_the_form_of_anthropic(scripted_cli
     assert (error["type"], error["param"]) == ("invalid_request_error", param) and words in error["message"]
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_thread_is_refused_with_the_code_after_which_clients_send_all_messages(scripted_client, thread):
+    """Anthropic's tool runner begins with a thread, and goes on without one only after this code."""
+    error = (await scripted_client.post(PATH, body("a", thread=thread), 400))["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"} and error["param"] == "thread"
+    assert "whole conversation" in error["message"]
+
+
 async def test_another_model_and_another_method_are_errors_in_the_form_of_anthropic(scripted_client):
     answer = await scripted_client.post(COUNT, body("a", model="claude"), 404)
     assert (answer["error"]["type"], answer["error"]["code"]) == ("not_found_error", "model_not_found")

@@ -60,6 +60,14 @@ class ResultItem(Open):
     output: ItemParts
 
 
+class NoteItem(Open):
+    """Text of a named tool without a call, such as Codex's goal. It becomes a message of the user."""
+
+    type: Literal["function_call_output"]
+    name: str
+    output: ItemParts
+
+
 class ReasoningText(Open):
     """Text of a reasoning item."""
 
@@ -81,13 +89,17 @@ class ReferenceItem(Open):
 
 
 def _item_kind(item: Any) -> Any:
-    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+    if not isinstance(item, dict):
+        return "message"
+    kind = item.get("type") or "message"
+    return "note" if kind == "function_call_output" and "name" in item and item.get("call_id") is None else kind
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[NoteItem, Tag("note")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(_item_kind),
@@ -263,6 +275,8 @@ class ResponsesRequest(Tolerant):
                     transcript.call(item.call_id, item.name, item.arguments)
                 case ResultItem():
                     transcript.result(item.call_id, _joined(item.output))
+                case NoteItem():
+                    transcript.say("user", f"{item.name}: {_joined(item.output)}")
                 case ReasoningItem():
                     transcript.think("".join(part.text for part in item.content or ()))
                 case ReferenceItem():

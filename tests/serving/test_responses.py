@@ -197,6 +197,16 @@ def test_items_become_messages():
     ]  # fmt: skip
 
 
+def test_output_of_a_tool_without_a_call_becomes_a_message_of_the_user():
+    """Codex adds the goal that the model has set."""
+    goal = {"type": "function_call_output", "id": "fco_1", "name": "goal", "namespace": "agent", "output": "Win."}
+    chat = chat_of(input=[call("c1", "time", "{}"), result("c1", "noon"), goal])
+    assert chat["messages"][1:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"}, {"role": "user", "content": "goal: Win."},
+    ]  # fmt: skip
+    assert chat_of(input=[goal | {"call_id": "c1"}])["messages"][0]["role"] == "tool"
+
+
 def test_options_become_those_of_a_chat():
     fields = {
         "model": "demo", "tools": [WEATHER | {"strict": True, "description": "of a city"}, {"type": "web_search"}],
@@ -234,6 +244,7 @@ def test_options_become_those_of_a_chat():
         ({"input": [{"type": "web_search_call"}]}, "input", "0: the type 'web_search_call' is not supported"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send store: false"),
         ({"input": [user("a"), {"type": "function_call", "name": "f"}]}, "input", "1.function_call.call_id"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input", "0.function_call_output.call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "the type 'input_image'"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input", "0.message.role"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -303,6 +304,16 @@ async def test_thread_is_refused_with_the_code_after_which_clients_send_all_mess
     error = (await scripted_client.post(PATH, body("a", thread=thread), 400))["error"]
     assert error["details"] == {"error_code": "thread_unsupported_request"} and error["param"] == "thread"
     assert "whole conversation" in error["message"]
+
+
+async def test_error_about_the_context_has_the_numbers_that_claude_code_reads(scripted_client):
+    request = body("a " * 600)
+    (count,) = (await scripted_client.post(COUNT, request)).values()
+    message = (await scripted_client.post(PATH, request, 400))["error"]["message"]
+    found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum: messages: This model's", message)
+    assert found and [int(number) for number in found.groups()] == [count + 1, 512], message
+    long = await scripted_client.post(PATH, body("a" * 200_000), 400)
+    assert long["error"]["message"].startswith("prompt is too long: messages: This model's")
 
 
 async def test_another_model_and_another_method_are_errors_in_the_form_of_anthropic(scripted_client):

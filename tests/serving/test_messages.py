@@ -266,6 +266,54 @@ async def test_forced_choice_gives_a_call(scripted_client, choice):
         assert answer["content"][0]["name"] == "weather" and answer["content"][0]["input"]["city"] in ("Rome", "Oslo")
 
 
+def test_definition_of_a_deferred_tool_stands_where_a_search_has_found_it():
+    """Claude Code's ToolSearch returns references. The tools in front stay the same, and so does the cached prefix."""
+    tools = [
+        {"name": "search", "input_schema": {"type": "object", "properties": {}}},
+        TIME | {"defer_loading": True}, WEATHER | {"defer_loading": True},
+    ]  # fmt: skip
+    references = [{"type": "tool_reference", "tool_name": name} for name in ("time", "search")]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"id": "t1"} | use("search")]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": references}]},
+    ]
+
+    def chat(messages, tools=tools):
+        fields = {
+            "model": "demo",
+            "max_tokens": 5,
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": {"type": "auto"},
+        }
+        return parse(MessagesRequest, json.dumps(fields).encode()).chat()
+
+    def in_front(chat):
+        return [tool["function"]["name"] for tool in chat.template_options()["tools"] or ()]
+
+    before, after = chat(messages[:1]), chat(messages)
+    assert [tool.function.name for tool in before.tools] == in_front(before) == in_front(after) == ["search"]
+    assert [tool.function.name for tool in after.tools] == ["search", "time"]
+    found = re.fullmatch(r"<functions>\n<function>(.*)</function>\n</functions>\nsearch", after.messages[-1].text)
+    assert json.loads(found[1]) == {"name": "time", "description": None, "parameters": TIME["input_schema"]}
+    assert chat(messages[:1], tools[1:]).tools is None and in_front(chat(messages, tools[1:])) == []
+
+
+async def test_deferred_tool_can_be_called_after_it_is_found(scripted_client):
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference, text(say(hermes(ROME)))]}
+    messages = [
+        {"role": "assistant", "content": [{"id": "t1"} | use("search")]}, {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    tools = [TIME, WEATHER | {"defer_loading": True}]
+    answer = await scripted_client.post(PATH, body("a", messages=messages, tools=tools))
+    assert without_ids(answer)["content"] == [use("weather", city="Rome")]
+    result["content"].pop(0)
+    answer = await scripted_client.post(PATH, body("a", messages=messages, tools=tools))
+    assert [block["type"] for block in answer["content"]] == ["text"]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
@@ -276,7 +324,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "the type 'image'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
-        ]}]}, "messages", "type 'image' are not supported"),
+        ]}]}, "messages", "content.0: the type 'image'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "0.role"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages", "prompt is too long"),
         ({"system": "a" * (LARGE_BYTES + 1)}, "messages", "characters, more than"),

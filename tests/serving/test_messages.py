@@ -266,6 +266,44 @@ async def test_forced_choice_gives_a_call(scripted_client, choice):
         assert answer["content"][0]["name"] == "weather" and answer["content"][0]["input"]["city"] in ("Rome", "Oslo")
 
 
+# Qwen 3.5 allows instructions only in front, Mistral and Gemma only turns of the user and the assistant.
+STRICT = """
+{%- for m in messages %}
+  {%- if not loop.first %}
+    {%- if m.role == 'system' %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+    {%- if m.role == loop.previtem.role %}{{ raise_exception('Roles must alternate.') }}{% endif %}
+  {%- endif %}
+  {{- m.role + ': ' + m.content + '; ' }}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("route", ["messages", "responses"])
+async def test_late_instructions_become_the_users_if_the_template_rejects_them(scripted_loaded, route):
+    """Claude Code's second message is of the system, and Codex begins with two messages of the user."""
+    late = [("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", say("Late."))]
+    turns = [{"role": role, "content": content} for role, content in late]
+    async with Client(*scripted_loaded, model_name="demo", chat_template=STRICT) as client:
+        if route == "messages":
+            fields = {"model": "demo", "max_tokens": 50, "system": "s", "messages": turns}
+            answer = await client.post(PATH, fields)
+            assert answer["content"] == [text("Late.")]
+            (count,) = (await client.post(COUNT, fields)).values()
+        else:
+            answer = await client.post("/v1/responses", {"instructions": "s", "input": turns})
+            assert answer["output"][0]["content"][0]["text"] == "Late."
+            count = answer["usage"]["input_tokens"]
+        folded = [("system", "s"), ("user", "a\n\nb\n\nc"), ("assistant", "d"), ("user", say("Late."))]
+        chat = {"messages": [{"role": role, "content": content} for role, content in folded]}
+        assert (await client.post("/tokenize", chat))["count"] == count
+        error = (await client.post("/v1/chat/completions", {"messages": turns}, 400))["error"]
+        assert "must be at the beginning" in error["message"]
+        broken = [*turns, {"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}]
+        failed = await client.post(PATH, {"model": "demo", "max_tokens": 5, "messages": broken}, 400)
+        assert "Roles must alternate" in failed["error"]["message"]
+        await client.idle()
+
+
 def test_definition_of_a_deferred_tool_stands_where_a_search_has_found_it():
     """Claude Code's ToolSearch returns references. The tools in front stay the same, and so does the cached prefix."""
     tools = [

@@ -1,6 +1,7 @@
 // Claude Code with Anthropic's messages. It reads two files, whose texts are the scripts of the turns that follow.
 // `node loop_claude_code.mjs URL`, in the folder of its package, prints the lines that scenarios.py describes.
-// dependencies: @anthropic-ai/claude-code@2
+// npm warns that this version needs a newer Node, but it is a program of its own.
+// dependencies: @anthropic-ai/claude-code@>=2.1.332
 import assert from "node:assert/strict";
 import { mkdirSync, realpathSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
@@ -12,7 +13,8 @@ const settings = {
 };
 const answer = "It is warmer in Rome.";
 
-/** Call a function with one that runs `claude` in a folder with the scripts, and with the prompt of the first turn. */
+/** Call a function with a folder that has the scripts, functions that run `claude` in it and return a call that reads
+ * one of its files, and the prompt of the first turn. */
 function withClaude(use) {
   return inFolder((folder) => {
     const home = join(folder, "home"), cwd = join(realpathSync(folder), "work");
@@ -23,7 +25,8 @@ function withClaude(use) {
     const env = { PATH: process.env.PATH, HOME: home, CLAUDE_CONFIG_DIR: join(home, ".claude"), ...settings };
     const flags = ["--output-format", "stream-json", "--verbose"];
     const claude = (...args) => program("claude", [...args, ...flags], { cwd, env });
-    return use(claude, `Is it warmer in Rome or in Oslo? ${say(`I look.\n${read("rome.txt")}`)}`);
+    const prompt = `Is it warmer in Rome or in Oslo? ${say(`I look.\n${read("rome.txt")}`)}`;
+    return use({ cwd, claude, read, prompt });
   });
 }
 
@@ -34,7 +37,7 @@ function blocks(events, role) {
 
 const scenarios = {
   loop: () =>
-    withClaude(async (claude, prompt) => {
+    withClaude(async ({ claude, prompt }) => {
       const events = lines(await claude("-p", prompt)), said = blocks(events, "assistant");
       const texts = said.filter((block) => block.type === "text").map((block) => block.text);
       assert.deepEqual(texts, ["I look.", answer]);
@@ -47,13 +50,23 @@ const scenarios = {
       assert(usage.output_tokens > 0 && usage.cache_read_input_tokens > 0);
     }),
   resume: () =>
-    withClaude(async (claude, prompt) => {
+    withClaude(async ({ claude, prompt }) => {
       lines(await claude("-p", prompt));
       const events = lines(await claude("--continue", "-p", `And now? ${say("Still in Rome.")}`));
       assert.equal(events.at(-1).result, "Still in Rome.");
     }),
+  tool_search: () =>
+    withClaude(async ({ cwd, claude, read }) => {
+      writeFileSync(join(cwd, "next.txt"), say(`${call("CronList", {})} ${read("oslo.txt")}`));
+      const prompt = say(`${call("ToolSearch", { query: "select:CronList" })}\n${read("next.txt")}`);
+      const events = lines(await claude("-p", prompt));
+      const results = blocks(events, "user").filter((block) => block.type === "tool_result");
+      assert.deepEqual(results[0].content, [{ type: "tool_reference", tool_name: "CronList" }]);
+      assert(results.length === 4 && results.every((block) => !block.is_error), JSON.stringify(results));
+      assert.equal(blocks(events, "assistant").at(-1).text, answer);
+    }),
   structured: () =>
-    withClaude(async (claude) => {
+    withClaude(async ({ claude }) => {
       const city = { type: "string", enum: ["Rome", "Oslo"] };
       const schema = { type: "object", properties: { city }, required: ["city"], additionalProperties: false };
       const prompt = `Which is warmer? ${say(call("StructuredOutput", { city: "Rome" }))}`;
@@ -61,7 +74,7 @@ const scenarios = {
       assert.deepEqual(events.at(-1).structured_output, { city: "Rome" });
     }),
   errors: () =>
-    withClaude(async (claude) => {
+    withClaude(async ({ claude }) => {
       const { stdout, code } = await claude("--model", "none", "-p", "Hi");
       const { is_error, api_error_status } = JSON.parse(stdout.trim().split("\n").at(-1));
       assert(code !== 0 && is_error && api_error_status === 404, stdout);

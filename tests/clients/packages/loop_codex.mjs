@@ -18,6 +18,21 @@ stream_max_retries = 0
 [analytics]
 enabled = false
 `;
+// An MCP server with one tool, whose result has the script of the turn that follows.
+const sky = `
+import { createInterface } from "node:readline";
+const tool = { name: "weather", description: "Return the weather.", inputSchema: { type: "object", properties: {} } };
+const serverInfo = { name: "sky", version: "1" };
+const results = {
+  initialize: ({ protocolVersion }) => ({ protocolVersion, capabilities: { tools: {} }, serverInfo }),
+  "tools/list": () => ({ tools: [tool] }),
+  "tools/call": () => ({ content: [{ type: "text", text: "windy ${say("It is windy.")}" }] }),
+};
+createInterface({ input: process.stdin }).on("line", (line) => {
+  const { id, method, params } = JSON.parse(line);
+  if (id !== undefined) console.log(JSON.stringify({ jsonrpc: "2.0", id, result: results[method]?.(params) ?? {} }));
+});
+`;
 const answer = "It is warmer in Rome.";
 const commands = ["cat rome.txt", "cat oslo.txt"];
 
@@ -78,6 +93,16 @@ const scenarios = {
       writeFileSync(join(cwd, "end.txt"), calls(call("update_goal", { status: "complete" }), cat("oslo.txt")));
       const prompt = calls(call("create_goal", { objective: "Find the warmer city." }), cat("end.txt"));
       assert.equal(completed(lines(await codex(`Which is warmer? ${prompt}`))).at(-1).text, answer);
+    }),
+  mcp: () =>
+    withCodex(async (codex, cwd) => {
+      const path = join(cwd, "sky.mjs");
+      writeFileSync(path, sky);
+      const server = ["--config", `mcp_servers.sky={command="${process.execPath}",args=["${path}"]}`];
+      const items = completed(lines(await codex(...server, `How is it? ${say(call("mcp__sky__weather", {}))}`)));
+      const [used] = items.filter((item) => item.type === "mcp_tool_call");
+      assert.deepEqual([used.server, used.tool, used.status], ["sky", "weather", "completed"]);
+      assert.equal(items.at(-1).text, "It is windy.");
     }),
   errors: () =>
     withCodex(async (codex) => {

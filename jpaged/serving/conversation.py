@@ -123,6 +123,7 @@ class Conversation(Strict):
     """Arguments of a chat template."""
 
     text_field: ClassVar = "messages"  # the field that `text_length` is about
+    may_be_folded: ClassVar = False  # if the template rejects the order of its roles, see `transcript.fold`
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(default=None, max_length=MAX_TOOLS)

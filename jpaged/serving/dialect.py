@@ -1,9 +1,10 @@
 """Forms of errors and event streams in the APIs of the server."""
 
+import re
 from collections.abc import Iterable
 
 from jpaged.serving.codec import JsonObject, dumps
-from jpaged.serving.errors import ApiError
+from jpaged.serving.errors import NO_THREADS, ApiError
 
 # Types in Anthropic's API of errors, by their HTTP status.
 ANTHROPIC_TYPES = {
@@ -14,6 +15,9 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+# The numbers of an error about the context: its length, and the requested one.
+LENGTHS = re.compile(r"context length is (\d+) tokens.* requested (\d+) tokens")
 
 
 class Dialect:
@@ -68,10 +72,14 @@ class Anthropic(NamedEvents):
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         message = error.message
         if error.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # agents shorten their history after these words
+            # After these words agents shorten their history, by the difference of the numbers.
+            lengths = LENGTHS.search(message)
+            numbers = f"{lengths[2]} tokens > {lengths[1]} maximum: " if lengths else ""
+            message = f"prompt is too long: {numbers}{message}"
+        details = {"details": {"error_code": error.code}} if error.code == NO_THREADS else {}
         return {
             "type": "error",
-            "error": {"type": kind, "message": message, "param": error.param, "code": error.code},
+            "error": {"type": kind, "message": message, "param": error.param, "code": error.code} | details,
         }
 
     def stream_end(self, error: ApiError) -> bytes:

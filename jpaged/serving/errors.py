@@ -11,6 +11,8 @@ STATUSES = {
     503: ("service_unavailable", "ServiceUnavailableError"),
     504: ("timeout", "TimeoutError"),
 }
+# The code after which Anthropic's client sends the whole conversation instead of a part of a stored one.
+NO_THREADS = "thread_unsupported_request"
 CLIENTS_FAULT, SERVERS_FAULT = ("invalid_request_error", "BadRequestError"), ("internal_error", "InternalServerError")
 
 

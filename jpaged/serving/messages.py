@@ -1,11 +1,13 @@
 """Bodies of `/v1/messages` and `/v1/messages/count_tokens` in the form of Anthropic's API, and their translation."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, assert_never
 
 from pydantic import Discriminator, Field, Tag
 
 from jpaged.serving.codec import JsonObject, dumps
 from jpaged.serving.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, THINKING
+from jpaged.serving.errors import NO_THREADS, invalid
 from jpaged.serving.fields import Items, Open
 from jpaged.serving.transcript import Transcript
 from jpaged.serving.translated import Tolerant, TranslatedChat
@@ -47,12 +49,28 @@ class ToolUseBlock(Cacheable):
     input: JsonObject
 
 
+class ToolReference(Cacheable):
+    """Tool that a search has found. The definition of a deferred tool stands here in the prompt."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultPart = Annotated[TextBlock | ToolReference, Field(discriminator="type")]
+
+
 class ToolResultBlock(Cacheable):
     """Result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[Items[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[Items[ResultPart], Field(max_length=MAX_PARTS)] | None = None
+
+    @property
+    def found(self) -> list[str]:
+        """Names of the tools that the result refers to."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.tool_name for part in parts if isinstance(part, ToolReference)]
 
 
 class ThinkingBlock(Open):
@@ -87,6 +105,13 @@ class ClientTool(Cacheable):
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
+    defer_loading: bool | None = None
+
+    @property
+    def definition(self) -> str:
+        """The tool as a text, as agents announce it to the model."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return f"<functions>\n<function>{dumps(fields).decode()}</function>\n</functions>"
 
 
 class ServerTool(Open):
@@ -132,9 +157,21 @@ class OutputConfig(Open):
 
 
 class MessagesChat(TranslatedChat):
-    """Chat request of a body of `/v1/messages`."""
+    """Chat request of a body of `/v1/messages`.
+
+    Attributes:
+        deferred_tools: names of tools whose definitions are in the messages, so that the template does not get them.
+    """
 
     original_names: ClassVar = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
+
+    deferred_tools: list[str] | None = None
+
+    def template_options(self) -> JsonObject:
+        """Return the options of `chat.render`, without deferred tools."""
+        options, deferred = super().template_options(), self.deferred_tools or ()
+        tools = [tool for tool in options["tools"] or () if tool["function"]["name"] not in deferred]
+        return options | {"tools": tools or None}
 
 
 class CountTokensRequest(Tolerant):
@@ -168,8 +205,11 @@ class CountTokensRequest(Tolerant):
 
     def _chat_fields(self) -> JsonObject:
         messages, wanted = self._transcript().messages, (self.output_config or OutputConfig()).format
-        tools = [_function(tool) for tool in self.tools or () if isinstance(tool, ClientTool)]
+        found = self._found_tools
+        known = [tool for tool in self._client_tools if not tool.defer_loading or tool.name in found]
+        tools, deferred = [_function(tool) for tool in known], [tool.name for tool in known if tool.defer_loading]
         fields = self.common() | {"messages": messages, "tools": tools or None, "pin_s": self._pin_s}
+        fields["deferred_tools"] = deferred or None
         fields |= self._choice(bool(tools))
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True  # the beginning of the answer
@@ -180,6 +220,17 @@ class CountTokensRequest(Tolerant):
             switches = dict.fromkeys(THINKING, self.thinking.type == "enabled")
             fields["chat_template_kwargs"] = switches | (self.chat_template_kwargs or {})
         return fields
+
+    @property
+    def _client_tools(self) -> list[ClientTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
+
+    @property
+    def _found_tools(self) -> set[str]:
+        """Names of the tools that results of the conversation refer to."""
+        contents = [message.content for message in self.messages if isinstance(message.content, list)]
+        results = [block for content in contents for block in content if isinstance(block, ToolResultBlock)]
+        return {name for result in results for name in result.found}
 
     @property
     def _pin_s(self) -> float | None:
@@ -204,8 +255,9 @@ class CountTokensRequest(Tolerant):
         transcript = Transcript()
         system = [self.system] if isinstance(self.system, str) else [block.text for block in self.system or ()]
         transcript.instruct(text for text in system if text and not text.startswith(BILLING))
+        deferred = {tool.name: tool.definition for tool in self._client_tools if tool.defer_loading}
         for message in self.messages:
-            _add(transcript, message)
+            _add(transcript, message, deferred)
         return transcript
 
 
@@ -214,8 +266,11 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stop_sequences: Items[str] | None = None
+    thread: JsonObject | None = None
 
     def _chat_fields(self) -> JsonObject:
+        if self.thread is not None:
+            raise invalid("thread", "nothing is stored: send the whole conversation as messages", code=NO_THREADS)
         return super()._chat_fields() | {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
@@ -224,8 +279,12 @@ def _function(tool: ClientTool) -> JsonObject:
     return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
-def _add(transcript: Transcript, message: MessageParam) -> None:
-    """Add a message: its calls and results, and the texts between them."""
+def _add(transcript: Transcript, message: MessageParam, deferred: Mapping[str, str]) -> None:
+    """Add a message: its calls and results, and the texts between them.
+
+    Args:
+        deferred: definitions of deferred tools by their names.
+    """
     texts: list[str] = []
 
     def end_text() -> None:
@@ -250,13 +309,17 @@ def _add(transcript: Transcript, message: MessageParam) -> None:
                 transcript.call(block.id, block.name, dumps(block.input).decode())
             case ToolResultBlock():
                 end_text()
-                transcript.result(block.tool_use_id, _result(block))
+                transcript.result(block.tool_use_id, _result(block, deferred))
             case _:
                 assert_never(block)
     end_text()
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock, deferred: Mapping[str, str]) -> str:
     if isinstance(block.content, str):
         return block.content
-    return "\n".join(part.text for part in block.content or ())
+    texts = [
+        part.text if isinstance(part, TextBlock) else deferred.get(part.tool_name, part.tool_name)
+        for part in block.content or ()
+    ]
+    return "\n".join(texts)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from jpaged.chat import template_of
+from jpaged.chat import Template, template_of
 from jpaged.core.params import InvalidParameter, StructuredOutputsParams
 from jpaged.serving import protocol
 from jpaged.serving.answer import Answer, ChatAnswer, CompletionAnswer, Prompt
-from jpaged.serving.codec import dumps, dumps_long
+from jpaged.serving.codec import JsonObject, dumps, dumps_long
 from jpaged.serving.conversation import Conversation, Function
 from jpaged.serving.errors import ApiError, invalid, unknown_model
 from jpaged.serving.protocol import GenerationRequest, Params
@@ -21,6 +21,7 @@ from jpaged.serving.reasoning_parsers.forms import ReasoningForm
 from jpaged.serving.service import Service
 from jpaged.serving.tool_parsers.format import ToolFormat
 from jpaged.serving.tool_parsers.grammar import any_text
+from jpaged.serving.transcript import fold
 from jpaged.tokenizer import backend, encode, encode_all, tokenize_bad_words
 
 LAST_TOKENS = 16  # of a prompt; they have an opening mark and the white space after it
@@ -215,13 +216,27 @@ def render(service: Service, body: Conversation) -> list[int]:
         stand_ins: dict[str, str] = {}
         if not config.allow_special_tokens_in_content:
             (messages, options["tools"]), stand_ins = service.encoder.protect((messages, options["tools"]))
-        text, length = service.templates.render(template, messages, service.max_prompt_characters, **options)
+        text, length = _render_template(service, body, template, messages, options)
         service.check_length(length, "messages")
         return service.encoder.encode(text, stand_ins)
     except InvalidParameter:
         raise
     except ValueError as error:
         raise invalid("messages", str(error)) from error
+
+
+def _render_template(
+    service: Service, body: Conversation, template: Template, messages: list[JsonObject], options: JsonObject
+) -> tuple[str, int]:
+    """Return the text of a conversation, and its length. If the template rejects an agent's conversation, fold it."""
+    most = service.max_prompt_characters
+    try:
+        return service.templates.render(template, messages, most, **options)
+    except ValueError:
+        folded = fold(messages)
+        if not body.may_be_folded or folded == messages:
+            raise
+    return service.templates.render(template, folded, most, **options)
 
 
 def _call_grammar(

@@ -12,6 +12,7 @@ from jpaged.serving.protocol import MAX_METADATA, JsonObjectFormat, TextFormat
 from jpaged.serving.transcript import Transcript
 from jpaged.serving.translated import Tolerant, TranslatedChat
 
+MAX_NAME = 64  # characters of a function's name in a chat
 LOGPROBS = "message.output_text.logprobs"
 NOT_STORED = "absent, because nothing is stored: send the whole conversation as input"
 
@@ -49,6 +50,7 @@ class CallItem(Open):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -57,6 +59,14 @@ class ResultItem(Open):
 
     type: Literal["function_call_output"]
     call_id: str
+    output: ItemParts
+
+
+class NoteItem(Open):
+    """Text of a named tool without a call, such as Codex's goal. It becomes a message of the user."""
+
+    type: Literal["function_call_output"]
+    name: str
     output: ItemParts
 
 
@@ -81,13 +91,17 @@ class ReferenceItem(Open):
 
 
 def _item_kind(item: Any) -> Any:
-    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+    if not isinstance(item, dict):
+        return "message"
+    kind = item.get("type") or "message"
+    return "note" if kind == "function_call_output" and "name" in item and item.get("call_id") is None else kind
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[NoteItem, Tag("note")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(_item_kind),
@@ -106,13 +120,44 @@ class ForeignTool(Open):
     type: str
 
 
+def _member_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "foreign"
+
+
 def _tool_kind(tool: Any) -> str:
-    return "function" if isinstance(tool, dict) and tool.get("type") == "function" else "foreign"
+    return "namespace" if isinstance(tool, dict) and tool.get("type") == "namespace" else _member_kind(tool)
+
+
+Member = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[ForeignTool, Tag("foreign")], Discriminator(_member_kind)
+]
+
+
+class NamespaceTool(Open):
+    """Functions with a common name, such as those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str = ""
+    tools: Annotated[Items[Member], Field(max_length=MAX_TOOLS)]
+
+    def serves(self, tool: Any) -> bool:
+        """Return whether a member is a function whose full name is not too long."""
+        return isinstance(tool, FunctionTool) and len(full_name(self.name, tool.name)) <= MAX_NAME
 
 
 ToolOfAnyType = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[ForeignTool, Tag("foreign")], Discriminator(_tool_kind)
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[ForeignTool, Tag("foreign")],
+    Discriminator(_tool_kind),
 ]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a function."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class FunctionChoice(Open):
@@ -120,10 +165,11 @@ class FunctionChoice(Open):
 
     type: Literal["function"]
     name: str
+    namespace: str | None = None
 
     def for_chat(self) -> JsonObject:
         """Return the choice as chats have it."""
-        return {"type": self.type, "function": {"name": self.name}}
+        return {"type": self.type, "function": {"name": full_name(self.namespace, self.name)}}
 
 
 class AllowedChoice(Open):
@@ -209,15 +255,41 @@ class ResponsesRequest(Tolerant):
     top_logprobs: Literal[0] | None = Field(default=None, description="0: /v1/chat/completions returns logprobs")
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """Tools that the model may call."""
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def served_tools(self) -> list[FunctionTool | NamespaceTool]:
+        """Tools that the model may call, in their namespaces."""
+        return [_served(tool) for tool in self.tools or () if not isinstance(tool, ForeignTool)]
+
+    @property
+    def names(self) -> dict[str, tuple[str | None, str]]:
+        """Namespace and name of each function by its full name."""
+        members = [(space, tool.name) for space, tool in self._functions]
+        return {full_name(space, name): (space, name) for space, name in members}
 
     @property
     def ignored(self) -> list[str]:
         """Names of the parts of the request that are ignored."""
-        foreign = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, ForeignTool))
-        return [*self.unknown_fields, *(f"tools of type {kind}" for kind in foreign), *["store"] * bool(self.store)]
+        spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
+        members = [(space, tool) for space in spaces for tool in space.tools if not space.serves(tool)]
+        foreign = [
+            tool for tool in (*(self.tools or ()), *(tool for _, tool in members)) if isinstance(tool, ForeignTool)
+        ]
+        kinds = dict.fromkeys(tool.type for tool in foreign)
+        long = [full_name(space.name, tool.name) for space, tool in members if isinstance(tool, FunctionTool)]
+        return [
+            *self.unknown_fields, *(f"tools of type {kind}" for kind in kinds), *(f"tool {name}" for name in long),
+            *["store"] * bool(self.store),
+        ]  # fmt: skip
+
+    @property
+    def _functions(self) -> list[tuple[str | None, FunctionTool]]:
+        """Functions that the model may call, with their namespaces."""
+        functions: list[tuple[str | None, FunctionTool]] = []
+        for tool in self.served_tools:
+            if isinstance(tool, NamespaceTool):
+                functions += [(tool.name, member) for member in tool.tools if isinstance(member, FunctionTool)]
+            else:
+                functions.append((None, tool))
+        return functions
 
     @property
     def text_length(self) -> int:
@@ -230,13 +302,12 @@ class ResponsesRequest(Tolerant):
             raise invalid("include", f"{LOGPROBS} is not supported; /v1/chat/completions returns logprobs")
         if any(isinstance(item, ReferenceItem) for item in self.input):
             raise invalid("input", "item_reference: nothing is stored; send store: false and whole items")
-        functions, text = self.functions, self.text or TextConfig()
+        functions, text = [_function(*each) for each in self._functions], self.text or TextConfig()
         return ResponsesChat.of(
             self.common()
             | {
                 "messages": self._transcript().messages,
-                "tools": [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in functions]
-                or None,
+                "tools": functions or None,
                 "tool_choice": self._tool_choice() if functions or self.tool_choice not in ("auto", "none") else None,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "prompt_cache_key": self.prompt_cache_key,
@@ -260,9 +331,11 @@ class ResponsesRequest(Tolerant):
                 case MessageItem():
                     transcript.say(item.role, _joined(item.content))
                 case CallItem():
-                    transcript.call(item.call_id, item.name, item.arguments)
+                    transcript.call(item.call_id, full_name(item.namespace, item.name), item.arguments)
                 case ResultItem():
                     transcript.result(item.call_id, _joined(item.output))
+                case NoteItem():
+                    transcript.say("user", f"{item.name}: {_joined(item.output)}")
                 case ReasoningItem():
                     transcript.think("".join(part.text for part in item.content or ()))
                 case ReferenceItem():
@@ -270,6 +343,17 @@ class ResponsesRequest(Tolerant):
                 case _:
                     assert_never(item)
         return transcript
+
+
+def _served(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
+    if isinstance(tool, FunctionTool):
+        return tool
+    return tool.model_copy(update={"tools": [each for each in tool.tools if tool.serves(each)]})
+
+
+def _function(namespace: str | None, tool: FunctionTool) -> JsonObject:
+    fields = tool.model_dump(exclude={"type"}) | {"name": full_name(namespace, tool.name)}
+    return {"type": "function", "function": fields}
 
 
 def _joined(parts: ItemParts) -> str:

@@ -21,7 +21,7 @@ class ResponsesAnswer(PartsAnswer):
 
     def __init__(self, request: ResponsesRequest, *args: Any):
         super().__init__(*args)
-        self._request = request
+        self._request, self._function_names = request, request.names
         self._item_ids: list[str] = []  # of the items
         self._num_events = 0
 
@@ -79,7 +79,7 @@ class ResponsesAnswer(PartsAnswer):
             "temperature": request.temperature,
             "text": {"format": form, "verbosity": text.verbosity},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in request.functions],
+            "tools": [tool.model_dump() for tool in request.served_tools],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": self._response_usage() if is_over else None,
@@ -117,7 +117,13 @@ class ResponsesAnswer(PartsAnswer):
 
     def _call(self, part: Part, number: int, status: str) -> JsonObject:
         fields = {"type": "function_call", "status": status, "call_id": part.call_id}
-        return {"id": self._item_ids[number], **fields, "name": part.name, "arguments": part.text}
+        namespace, name = self._name(part)
+        space = {} if namespace is None else {"namespace": namespace}
+        return {"id": self._item_ids[number], **fields, **space, "name": name, "arguments": part.text}
+
+    def _name(self, part: Part) -> tuple[str | None, str | None]:
+        """Return the namespace and the name of a call's function."""
+        return self._function_names.get(part.name or "", (None, part.name))
 
     def _begun(self, part: Part) -> Iterable[JsonObject]:
         prefix = "rs" if part.is_reasoning else "msg" if part.call_id is None else "fc"
@@ -138,7 +144,7 @@ class ResponsesAnswer(PartsAnswer):
     def _ended(self, part: Part) -> Iterable[JsonObject]:
         number = len(self._item_ids) - 1
         if part.call_id is not None:
-            whole = {"name": part.name, "arguments": part.text}
+            whole = {"name": self._name(part)[1], "arguments": part.text}
             events = [self._item_event("response.function_call_arguments.done", **whole)]
         else:
             name = "reasoning_text" if part.is_reasoning else "output_text"

@@ -1,6 +1,6 @@
 """Messages of a chat, put together from the items of another API."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jpaged.serving.codec import JsonObject
 
@@ -72,3 +72,19 @@ class Transcript:
     def _is_assistants(self) -> bool:
         """Return whether the last message is the assistant's, and no reasoning of another one has followed."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant" and not self._reasoning
+
+
+def fold(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return messages with instructions only in front, and no two messages of the user in a row.
+
+    Later instructions become text of the user, where they are: in front they would change the cached prefix.
+    """
+    folded: list[JsonObject] = []
+    for message in messages:
+        if folded and message["role"] in INSTRUCTIONS:
+            message = message | {"role": "user"}
+        if folded and folded[-1]["role"] == message["role"] == "user":
+            before = folded.pop()
+            message = before | {"content": f"{before['content']}\n\n{message['content']}"}
+        folded.append(message)
+    return folded

@@ -21,6 +21,7 @@ class Translated(GenerationRequest):
         original_names: the original names of fields that have another one there.
     """
 
+    may_be_folded: ClassVar = True
     original_names: ClassVar[Mapping[str, str]] = {}
 
     @classmethod

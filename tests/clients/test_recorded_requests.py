@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from jpaged.serving.tool_parsers.format import FORMATS
 from tests.serving import scripted
@@ -25,7 +27,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def loaded():
-    return scripted.load()
+    return scripted.load(max_model_len=1024)
 
 
 @pytest.fixture
@@ -43,9 +45,14 @@ async def test_recorded_request_gets_the_answer_that_its_client_reads(client, he
         text = await response.text()
         assert response.status == recorded.get("status", 200), text
     if response.status != 200:
-        assert json.loads(text)["error"].keys() == {"message", "type", "param", "code"}
+        error = json.loads(text)["error"]
+        assert error.pop("details", None) == recorded.get("details")
+        assert error.keys() == {"message", "type", "param", "code"}
     elif "keys" in recorded:
         assert set(recorded["keys"]) <= json.loads(text).keys()
+    elif path in ITEMS:
+        assert response.content_type == ("text/event-stream" if body.get("stream") else "application/json")
+        check_items(recorded, *ITEMS[path](text, body.get("stream")))
     elif body.get("stream"):
         assert response.content_type == "text/event-stream"
         check_stream(recorded, text)
@@ -63,6 +70,57 @@ async def test_call_has_one_part_in_each_chunk_of_a_slow_stream(client):
     chunks = [ChatCompletionChunk.model_validate_json(frame.removeprefix("data: ")) for frame in frames]
     parts = [len(choice.delta.tool_calls or ()) for chunk in chunks for choice in chunk.choices]
     assert max(parts) == 1, parts
+
+
+def items_of_response(text, is_stream):
+    """Return the texts and the calls of a response."""
+    if is_stream:
+        *_, last = [STREAM_EVENT.validate_json(data) for data in data_of(text)]
+        assert last.type == "response.completed"
+    items = (last.response if is_stream else Response.model_validate_json(text)).output
+    texts = [part.text for item in items if item.type == "message" for part in item.content]
+    return texts, [[item.name, item.arguments] for item in items if item.type == "function_call"]
+
+
+def items_of_message(text, is_stream):
+    """Return the texts and the calls of a message, as Anthropic's client adds them up."""
+    if not is_stream:
+        blocks = json.loads(text)["content"]
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
+        return texts, [[block["name"], block["input"]] for block in blocks if block["type"] == "tool_use"]
+    texts, calls = [], []
+    for event in map(json.loads, data_of(text)):
+        match event:
+            case {"type": "content_block_start", "content_block": {"type": "text"}}:
+                texts.append("")
+            case {"type": "content_block_start", "content_block": {"type": "tool_use", "name": name}}:
+                calls.append([name, ""])
+            case {"delta": {"type": "text_delta", "text": piece}}:
+                texts[-1] += piece
+            case {"delta": {"type": "input_json_delta", "partial_json": piece}}:
+                calls[-1][1] += piece
+    assert event == {"type": "message_stop"}
+    return texts, calls
+
+
+def data_of(text):
+    """Return the data of the events of a stream."""
+    *frames, end = text.split("\n\n")
+    assert end == ""
+    return [frame.partition("data: ")[2] for frame in frames]
+
+
+STREAM_EVENT = TypeAdapter(ResponseStreamEvent)
+# The functions that read the texts and the calls of a response, by the path.
+ITEMS = {
+    "/v1/responses": items_of_response, "/v1/messages": items_of_message, "/v1/messages?beta=true": items_of_message,
+}  # fmt: skip
+
+
+def check_items(recorded, texts, calls):
+    assert texts == ([recorded["answer"]] if "answer" in recorded else [])
+    found = [[name, json.loads(arguments) if isinstance(arguments, str) else arguments] for name, arguments in calls]
+    assert found == [[name, json.loads(arguments)] for name, arguments in recorded.get("calls", [])]
 
 
 def parse_completion(fields):

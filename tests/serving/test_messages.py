@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -265,6 +266,92 @@ async def test_forced_choice_gives_a_call(scripted_client, choice):
         assert answer["content"][0]["name"] == "weather" and answer["content"][0]["input"]["city"] in ("Rome", "Oslo")
 
 
+# Qwen 3.5 allows instructions only in front, Mistral and Gemma only turns of the user and the assistant.
+STRICT = """
+{%- for m in messages %}
+  {%- if not loop.first %}
+    {%- if m.role == 'system' %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+    {%- if m.role == loop.previtem.role %}{{ raise_exception('Roles must alternate.') }}{% endif %}
+  {%- endif %}
+  {{- m.role + ': ' + m.content + '; ' }}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("route", ["messages", "responses"])
+async def test_late_instructions_become_the_users_if_the_template_rejects_them(scripted_loaded, route):
+    """Claude Code's second message is of the system, and Codex begins with two messages of the user."""
+    late = [("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", say("Late."))]
+    turns = [{"role": role, "content": content} for role, content in late]
+    async with Client(*scripted_loaded, model_name="demo", chat_template=STRICT) as client:
+        if route == "messages":
+            fields = {"model": "demo", "max_tokens": 50, "system": "s", "messages": turns}
+            answer = await client.post(PATH, fields)
+            assert answer["content"] == [text("Late.")]
+            (count,) = (await client.post(COUNT, fields)).values()
+        else:
+            answer = await client.post("/v1/responses", {"instructions": "s", "input": turns})
+            assert answer["output"][0]["content"][0]["text"] == "Late."
+            count = answer["usage"]["input_tokens"]
+        folded = [("system", "s"), ("user", "a\n\nb\n\nc"), ("assistant", "d"), ("user", say("Late."))]
+        chat = {"messages": [{"role": role, "content": content} for role, content in folded]}
+        assert (await client.post("/tokenize", chat))["count"] == count
+        error = (await client.post("/v1/chat/completions", {"messages": turns}, 400))["error"]
+        assert "must be at the beginning" in error["message"]
+        broken = [*turns, {"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}]
+        failed = await client.post(PATH, {"model": "demo", "max_tokens": 5, "messages": broken}, 400)
+        assert "Roles must alternate" in failed["error"]["message"]
+        await client.idle()
+
+
+def test_definition_of_a_deferred_tool_stands_where_a_search_has_found_it():
+    """Claude Code's ToolSearch returns references. The tools in front stay the same, and so does the cached prefix."""
+    tools = [
+        {"name": "search", "input_schema": {"type": "object", "properties": {}}},
+        TIME | {"defer_loading": True}, WEATHER | {"defer_loading": True},
+    ]  # fmt: skip
+    references = [{"type": "tool_reference", "tool_name": name} for name in ("time", "search")]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"id": "t1"} | use("search")]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": references}]},
+    ]
+
+    def chat(messages, tools=tools):
+        fields = {
+            "model": "demo",
+            "max_tokens": 5,
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": {"type": "auto"},
+        }
+        return parse(MessagesRequest, json.dumps(fields).encode()).chat()
+
+    def in_front(chat):
+        return [tool["function"]["name"] for tool in chat.template_options()["tools"] or ()]
+
+    before, after = chat(messages[:1]), chat(messages)
+    assert [tool.function.name for tool in before.tools] == in_front(before) == in_front(after) == ["search"]
+    assert [tool.function.name for tool in after.tools] == ["search", "time"]
+    found = re.fullmatch(r"<functions>\n<function>(.*)</function>\n</functions>\nsearch", after.messages[-1].text)
+    assert json.loads(found[1]) == {"name": "time", "description": None, "parameters": TIME["input_schema"]}
+    assert chat(messages[:1], tools[1:]).tools is None and in_front(chat(messages, tools[1:])) == []
+
+
+async def test_deferred_tool_can_be_called_after_it_is_found(scripted_client):
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference, text(say(hermes(ROME)))]}
+    messages = [
+        {"role": "assistant", "content": [{"id": "t1"} | use("search")]}, {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    tools = [TIME, WEATHER | {"defer_loading": True}]
+    answer = await scripted_client.post(PATH, body("a", messages=messages, tools=tools))
+    assert without_ids(answer)["content"] == [use("weather", city="Rome")]
+    result["content"].pop(0)
+    answer = await scripted_client.post(PATH, body("a", messages=messages, tools=tools))
+    assert [block["type"] for block in answer["content"]] == ["text"]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
@@ -275,7 +362,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "the type 'image'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
-        ]}]}, "messages", "type 'image' are not supported"),
+        ]}]}, "messages", "content.0: the type 'image'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "0.role"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages", "prompt is too long"),
         ({"system": "a" * (LARGE_BYTES + 1)}, "messages", "characters, more than"),
@@ -295,6 +382,24 @@ async def test_invalid_request_is_rejected_in_the_form_of_anthropic(scripted_cli
     assert answer.keys() == {"type", "error"} and answer["type"] == "error"
     error = answer["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param) and words in error["message"]
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_thread_is_refused_with_the_code_after_which_clients_send_all_messages(scripted_client, thread):
+    """Anthropic's tool runner begins with a thread, and goes on without one only after this code."""
+    error = (await scripted_client.post(PATH, body("a", thread=thread), 400))["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"} and error["param"] == "thread"
+    assert "whole conversation" in error["message"]
+
+
+async def test_error_about_the_context_has_the_numbers_that_claude_code_reads(scripted_client):
+    request = body("a " * 600)
+    (count,) = (await scripted_client.post(COUNT, request)).values()
+    message = (await scripted_client.post(PATH, request, 400))["error"]["message"]
+    found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum: messages: This model's", message)
+    assert found and [int(number) for number in found.groups()] == [count + 1, 512], message
+    long = await scripted_client.post(PATH, body("a" * 200_000), 400)
+    assert long["error"]["message"].startswith("prompt is too long: messages: This model's")
 
 
 async def test_another_model_and_another_method_are_errors_in_the_form_of_anthropic(scripted_client):

@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from jpaged.core.params import shown
 from jpaged.serving.parse import parse
 from jpaged.serving.responses import ResponsesRequest
 from jpaged.serving.service import LARGE_BYTES
@@ -197,6 +198,16 @@ def test_items_become_messages():
     ]  # fmt: skip
 
 
+def test_output_of_a_tool_without_a_call_becomes_a_message_of_the_user():
+    """Codex adds the goal that the model has set."""
+    goal = {"type": "function_call_output", "id": "fco_1", "name": "goal", "namespace": "agent", "output": "Win."}
+    chat = chat_of(input=[call("c1", "time", "{}"), result("c1", "noon"), goal])
+    assert chat["messages"][1:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"}, {"role": "user", "content": "goal: Win."},
+    ]  # fmt: skip
+    assert chat_of(input=[goal | {"call_id": "c1"}])["messages"][0]["role"] == "tool"
+
+
 def test_options_become_those_of_a_chat():
     fields = {
         "model": "demo", "tools": [WEATHER | {"strict": True, "description": "of a city"}, {"type": "web_search"}],
@@ -234,6 +245,7 @@ def test_options_become_those_of_a_chat():
         ({"input": [{"type": "web_search_call"}]}, "input", "0: the type 'web_search_call' is not supported"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send store: false"),
         ({"input": [user("a"), {"type": "function_call", "name": "f"}]}, "input", "1.function_call.call_id"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input", "0.function_call_output.call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "the type 'input_image'"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input", "0.message.role"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
@@ -269,15 +281,35 @@ async def test_ignored_parts_are_told_once_in_the_log(scripted_client, caplog):
     caplog.set_level(logging.WARNING, "jpaged.serving.notices")
     body = {"input": say("Hi"), "store": True, "client_metadata": {"a": "b"}, "prompt_cache_key": "k"}
     tools = [
-        {"type": "namespace", "name": "n", "tools": [TIME]},
-        {"type": "web_search"},
-        {"type": "custom", "name": "c"},
-    ]
+        {"type": "web_search"}, {"type": "custom", "name": "c"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "d"}, TIME | {"name": "x" * 64}]},
+    ]  # fmt: skip
     for _ in range(2):
         response = await scripted_client.post(PATH, body | {"tools": tools, "tool_choice": "auto"})
-        assert response["store"] is False and response["tools"] == []
-    names = ["client_metadata", *(f"tools of type {each['type']}" for each in tools), "store"]
-    assert [each.message for each in caplog.records] == [f"{PATH}: {name!r} is ignored" for name in names]
+        assert response["store"] is False and [tool["tools"] for tool in response["tools"]] == [[]]
+    names = ["client_metadata", "tools of type web_search", "tools of type custom", f"tool n__{'x' * 64}", "store"]
+    assert [each.message for each in caplog.records] == [f"{PATH}: {shown(name)} is ignored" for name in names]
+
+
+async def test_functions_of_a_namespace_are_called_by_both_names(scripted_client):
+    """Codex sends the tools of an MCP server in a namespace."""
+    space = {"type": "namespace", "name": "mcp__sky", "description": "Sky.", "tools": [WEATHER]}
+    noon = call("c1", "noon", "{}") | {"namespace": "mcp__sky"}
+    items = [noon, result("c1", "noon"), user(say(hermes(ROME.replace("weather", "mcp__sky__weather"), NOON)))]
+    body = {"model": "demo", "input": items, "tools": [space, TIME]}
+    whole = await scripted_client.post(PATH, body)
+    Response.model_validate(whole)
+    calls = [(item.get("namespace"), item["name"], item["arguments"]) for item in whole["output"]]
+    assert calls == [("mcp__sky", "weather", '{"city": "Rome"}'), (None, "time", "{}")]
+    assert [tool["name"] for tool in whole["tools"]] == ["mcp__sky", "time"]
+    events = await streamed(scripted_client, body)
+    assert added_up(events) == events[-1]["response"]["output"]
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    choice = {"type": "function", "name": "weather", "namespace": "mcp__sky"}
+    chat = chat_of(input=items, tools=[space, TIME], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["mcp__sky__weather", "time"]
+    assert chat["tool_choice"]["function"]["name"] == "mcp__sky__weather"
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "mcp__sky__noon"
 
 
 # Loops of three turns with two calls, in the shapes of clients.

@@ -58,6 +58,22 @@ def raises(kind, words: str = ""):
         raise AssertionError(f"no {kind.__name__} was raised")
 
 
+def say(text: str) -> str:
+    """Return a text that makes the scripted server answer with another one."""
+    return f"<<say>>{text}<<done>>"
+
+
+def call(name: str, **arguments: str) -> str:
+    """Return a call as the scripted model writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+# A loop of three turns: the results of its two calls have the scripts of the turns that follow.
+QUESTION = f"Is it warmer in Rome or in Oslo? {say('I look.' + call('weather', city='Rome'))}"
+ANSWER = "It is warmer in Rome."
+WEATHER = {"Rome": f"25 degrees {say(call('weather', city='Oslo'))}", "Oslo": f"5 degrees {say(ANSWER)}"}
+
+
 @contextmanager
 def program(name: str, *flags, path: str):
     """Run a server of the client's packages within the block, from when it answers at the path; yield its address."""

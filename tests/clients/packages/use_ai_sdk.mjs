@@ -2,13 +2,12 @@
 // `node use_ai_sdk.mjs URL`, in the folder of these packages, prints the lines that scenarios.py describes.
 // dependencies: ai@>=6 @ai-sdk/openai@>=3 @ai-sdk/openai-compatible@>=2 zod@4
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, embed, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
+import { run, url } from "./scenarios.mjs";
 
-const url = process.argv[2];
 const many = 900; // Generating so many tokens takes seconds.
 const prompt = "Tell me a story about a fox.";
 const baseURL = `${url}/v1`;
@@ -48,17 +47,17 @@ const scenarios = {
   },
   async tool_loop() {
     for (const model of models)
-      for (const run of [generateText, streamText]) {
+      for (const send of [generateText, streamText]) {
         const weather = tool({
           description: "Return the weather of a city.",
           inputSchema: z.strictObject({ city: z.enum(["Paris", "Rome"]) }),
           execute: async ({ city }) => `It is sunny in ${city}.`,
         });
-        const result = await run({
+        const result = await send({
           model, ...options, maxOutputTokens: 300, tools: { weather }, stopWhen: stepCountIs(2),
           prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : { type: "tool", toolName: "weather" } }),
         });
-        if (run === streamText) await result.consumeStream();
+        if (send === streamText) await result.consumeStream();
         const [first, second] = await result.steps;
         assert(first.toolResults[0].output.startsWith("It is sunny in") && second.text);
       }
@@ -100,15 +99,4 @@ const scenarios = {
   },
 };
 
-const names = ["ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible"];
-const version = (name) => JSON.parse(readFileSync(new URL(`node_modules/${name}/package.json`, import.meta.url))).version;
-console.log(JSON.stringify({ versions: Object.fromEntries(names.map((name) => [name, version(name)])) }));
-for (const [scenario, run] of Object.entries(scenarios)) {
-  let error = null;
-  try {
-    await run();
-  } catch (caught) {
-    error = String(caught.stack ?? caught);
-  }
-  console.log(JSON.stringify({ scenario, error }));
-}
+await run(["ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible"], scenarios);

@@ -78,7 +78,9 @@ class GatedDeltaNet(nnx.Module):
             jnp.pad(x.astype(jnp.float32), padding[-x.ndim :]) for x in (a_th, b_th, self.dt_bias[...], self.A_log[...])
         )
         log_decay_th = -jnp.exp(a_log) * jax.nn.softplus(a_th + dt_bias)
-        return log_decay_th[:, :heads], jax.nn.sigmoid(b_th)[:, :heads]
+        # XLA would compute only the columns that are returned.
+        log_decay_th, beta_th = lax.optimization_barrier((log_decay_th, jax.nn.sigmoid(b_th)))
+        return log_decay_th[:, :heads], beta_th[:, :heads]
 
 
 def _unit(x_tkd: jax.Array) -> jax.Array:

@@ -49,9 +49,9 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
         copy_blocks=jax.jit(divided(whole.copy_blocks, in_specs=(POOL, WHOLE, WHOLE), out_specs=POOL)),
         paged_decode_attention=attention(whole.paged_decode_attention),
         ragged_paged_attention=attention(whole.ragged_paged_attention),
-        # Models with recurrent layers run on one device. Convolutions are those of the definition: with the kernel for
-        # CPUs, the bits of a token depended on its neighbours in one of 64 requests.
+        # Models with recurrent layers run on one device.
         delta_rule=jax.jit(whole.delta_rule),
+        causal_conv=jax.jit(whole.causal_conv, static_argnums=5),
     )
     return replace(kernels, implementation=implementation)
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import pallas_kernels
 from jpaged.core.plan import NO_STATE, NOWHERE
 from jpaged.models.base import Attend, LayerOps
 from pallas_kernels import Chains, Kernels
@@ -54,7 +53,7 @@ def engines_recurrence(attend: Attend, kernels: Kernels, batch: int, width: int)
 
     def convolve(layer: int, x_tc: jax.Array, weight_cw: jax.Array, activation: str) -> jax.Array:
         states = jnp.zeros((1, weight_cw.shape[1] - 1, x_tc.shape[1]), jnp.float32)
-        y_tc, _ = pallas_kernels.causal_conv(x_tc, weight_cw, None, states, chains, activation)
+        y_tc, _ = kernels.causal_conv(x_tc, weight_cw, None, states, chains, activation)
         return y_tc
 
     def recur(

@@ -78,9 +78,14 @@ class Form:
     variant: "tuple[str, Form] | None" = None
 
     @property
+    def start_marks(self) -> tuple[str, ...]:
+        """The mark that chat templates write in front of a run, if there is one."""
+        return tuple(filter(None, (self.start.strip(),)))
+
+    @property
     def starts(self) -> tuple[str, ...]:
         """Marks of which one precedes each run."""
-        return tuple(filter(None, (self.start.strip(), *self.also)))
+        return (*self.start_marks, *self.also)
 
     @property
     def texts(self) -> tuple[str, ...]:

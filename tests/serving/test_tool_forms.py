@@ -107,6 +107,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("qwen3_coder", "<function=<function=time></function>", "<function=", NOON),
         ("qwen3_coder", "<tool_call><function=cook></function>", "<tool_call><function=cook></function>", []),
         ("qwen3_coder", "<tool_call><function=time>\n</function>\n</tool_call>\n", "", NOON),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n<parameter=days>\n7\n</function>", "",
+         [("weather", '{"city": "Rome", "days": 7}')]),  # without the ends of the values
         ("glm45", "<tool_call>time</tool_call>", "", NOON),
         ("glm45", "So<tool_call>time\n<arg_key> x </arg_key> <arg_value>\n7</arg_value></tool_call>", "So",
          [("time", '{"x": "\\n7"}')]),

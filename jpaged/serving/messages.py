@@ -238,7 +238,8 @@ def _add(transcript: Transcript, message: MessageParam) -> None:
     ):
         match block:
             case TextBlock():
-                texts.append(block.text)
+                if not (message.role == "system" and block.text.startswith(BILLING)):
+                    texts.append(block.text)
                 continue
             case ThinkingBlock():
                 end_text()

@@ -174,7 +174,8 @@ def test_blocks_become_messages():
                 {"type": "tool_result", "tool_use_id": "t2", "content": [text("no"), text("on")], "is_error": False},
                 text("And now?"),
             ]},
-            {"role": "system", "content": "Later."},
+            {"role": "system", "content": "x-anthropic-billing-header: cch=2;"},
+            {"role": "system", "content": [text("x-anthropic-billing-header: cch=3;"), text("Later.")]},
         ],
     )  # fmt: skip
     function = lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}}

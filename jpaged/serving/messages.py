@@ -126,15 +126,21 @@ class SchemaFormat(Open):
 
 
 class OutputConfig(Open):
-    """Form of the answer. Its effort is ignored."""
+    """Form of the answer, and the effort of the reasoning, which is a variable of the template."""
 
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
 
 class MessagesChat(TranslatedChat):
     """Chat request of a body of `/v1/messages`."""
 
-    original_names: ClassVar = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
+    original_names: ClassVar = {
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+    }
 
 
 class CountTokensRequest(Tolerant):
@@ -167,15 +173,17 @@ class CountTokensRequest(Tolerant):
         return MessagesChat.of(self._chat_fields())
 
     def _chat_fields(self) -> JsonObject:
-        messages, wanted = self._transcript().messages, (self.output_config or OutputConfig()).format
+        messages, output = self._transcript().messages, self.output_config or OutputConfig()
         tools = [_function(tool) for tool in self.tools or () if isinstance(tool, ClientTool)]
         fields = self.common() | {"messages": messages, "tools": tools or None, "pin_s": self._pin_s}
         fields |= self._choice(bool(tools))
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True  # the beginning of the answer
-        if wanted is not None:
-            schema = {"name": "answer", "schema": wanted.json_schema}
+        if output.format is not None:
+            schema = {"name": "answer", "schema": output.format.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.thinking is None or self.thinking.type != "disabled":
+            fields["reasoning_effort"] = output.effort
         if self.thinking is not None and self.thinking.type != "adaptive":
             switches = dict.fromkeys(THINKING, self.thinking.type == "enabled")
             fields["chat_template_kwargs"] = switches | (self.chat_template_kwargs or {})

@@ -245,6 +245,8 @@ def test_options_become_those_of_a_chat():
     assert chat_of(messages=messages, thinking={"type": "adaptive"}, tool_choice={"type": "auto"}) == {
         "messages": messages
     }
+    effort = chat_of(messages=messages, thinking={"type": "adaptive"}, output_config={"effort": "low"})
+    assert effort == {"messages": messages, "reasoning_effort": "low"}
 
 
 async def test_count_is_that_of_the_equal_chat(scripted_loaded):

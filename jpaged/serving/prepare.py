@@ -110,7 +110,7 @@ def _behind_reasoning(
         end: end of the prompt.
         marks: special tokens of the answer that a parser reads.
     """
-    wanted, budget = params.structured_outputs, body.thinking_token_budget
+    wanted, budget = params.structured_outputs, body.reasoning_budget
     if wanted is None and budget is None:
         return params
     if wanted is None:

@@ -134,6 +134,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("llama4_pythonic", "<|python_start|>[time()]", "", NOON),
         ("functiongemma", "<start_function_call>call:time{a:<escape>x, y<escape>, b: word, c:[1,{d:null}]}", "",
          [("time", '{"a": "x, y", "b": "word", "c": [1, {"d": null}]}')]),
+        ("gemma4", '<|tool_call>:weather{city:<|"|>Rome<|"|>}<tool_call|>', "", ROME),
+        ("gemma4", "<|tool_call>cal:time{}<tool_call|>", "<|tool_call>cal:time{}<tool_call|>", []),
         ("openai", "<|channel|>commentary to=functions.time<|channel|>commentary json<|message|>{}", "", NOON),
         ("openai", "<|channel|>final<|message|>Hi", "<|channel|>final<|message|>Hi", []),
         ("minimax_m2", '<minimax:tool_call><invoke name="time"></invoke><invoke name="weather"><parameter name="city">'

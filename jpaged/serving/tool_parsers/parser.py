@@ -129,7 +129,7 @@ class ToolParser(CallReader):
             place, known = self.at, self.num_calls
             try:
                 yield from self.space()
-                yield from self.expect(form.opening)
+                yield from self.choose(form.openings)
                 yield from form.body.read(self)
             except (NotACall, End):
                 if self.num_calls == known:

@@ -121,6 +121,11 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("granite", '<tool_call>[{"name": "time"}]', "", NOON),
         ("granite", '<|tool_call|>[{"name": "time"}, x]', ", x]", NOON),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>time<|tool_call_argument_begin|>{}", "", NOON),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>weather<|tool_call_argument_begin|>{\"city\": [1"
+         "<|tool_call_end|><|tool_call_begin|>time<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_calls_section_end|>", "", [("weather", '{"city": [1'), *NOON]),  # the first arguments break off
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": {}</tool_call><tool_call>{"name": "time"}', "",
+         [("weather", '{"city": {}'), *NOON]),
         ("pythonic", "[time()] [time()]", "", NOON * 2),
         ("pythonic", "[time(7)]", "[time(7)]", []),
         ("pythonic", "[time(x=7, )", "", [("time", '{"x": 7}')]),

@@ -136,8 +136,10 @@ class ToolParser(CallReader):
                     self.at = place
                     break
                 self.at = 0
-                yield from self.tag(form.closing.strip())
+                closed = yield from self.tag(form.closing.strip())
                 self.take()
+                if closed and form.repeats:
+                    continue
                 return True
             yield from self.tag(form.closing.strip())
             self.take()

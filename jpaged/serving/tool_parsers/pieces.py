@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 SPACE = " \t\r\n"
 # Many characters at once: a step of a generator takes a microsecond.
 PLAIN = re.compile(r'[^"\\]+')  # inside a string
-INSIDE = re.compile(r'[^"\[\]{}]+')  # inside an array or an object, between strings
+INSIDE = re.compile(r'[^"\[\]{}<]+')  # inside an array or an object, between strings
 
 
 class NotACall(Exception):
@@ -144,7 +144,11 @@ class Pieces:
             self.take()
 
     def value(self) -> Reading[None]:
-        """Read a JSON value. Inside an array or an object, only strings and depth matter."""
+        """Read a JSON value. Inside an array or an object, only strings and depth matter.
+
+        Raises:
+            NotACall: a mark comes, which is no part of a value.
+        """
         depth = 0
         while True:
             character = yield from self.peek()
@@ -156,6 +160,8 @@ class Pieces:
             elif character in "}]" and depth:
                 self.at += 1
                 depth -= 1
+            elif character == "<" and depth:
+                raise NotACall
             elif depth:
                 self.skip(INSIDE)
                 continue

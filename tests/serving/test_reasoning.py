@@ -60,6 +60,12 @@ def test_text_is_split_at_its_marks(text, is_open, expected):
     assert outcome([text], is_open) == expected
 
 
+@pytest.mark.parametrize("opening, thought", [("<|channel>thought\n", "Which?"), ("<|channel>", "thousands?")])
+def test_gemma_may_leave_out_the_name_of_its_channel(opening, thought):
+    text = f"{opening}{thought}<channel|>Rome"
+    assert parts_of(FORMS["gemma4"], [text]) == parts_of(FORMS["gemma4"], text) == (thought, "Rome")
+
+
 def split(form, text, is_open, calls=()):
     """Return the reasoning and the answer of a whole text between marks, by its definition."""
     if not is_open:

@@ -146,7 +146,7 @@ THINK = Marked()
 FORMS: Mapping[str, ReasoningForm] = {
     "deepseek_r1": THINK,
     "deepseek_v3": THINK,
-    "gemma4": Marked(("<|channel>thought",), ("<channel|>",)),
+    "gemma4": Marked(("<|channel>thought", "<|channel>"), ("<channel|>",)),
     "glm45": THINK,
     "granite": Marked(
         ("Here is my thought process:", "Here's my thought process:"),

@@ -13,7 +13,8 @@ class MarkedParser:
     breaks off has no answer.
 
     Args:
-        openings, closings: marks, of which one begins and one ends the reasoning.
+        openings: marks, of which the first that fits begins the reasoning.
+        closings: marks, of which one ends it.
         is_open: the prompt ends with the opening mark.
         calls: marks of tool calls, which end the reasoning too, and begin the answer.
     """
@@ -48,12 +49,13 @@ class MarkedParser:
     def _read_opening(self, is_last: bool) -> None:
         """Skip the opening mark, or find that there is none."""
         begin = self._text.lstrip()
-        for opening in self._openings:
-            if begin.startswith(opening):
-                self._text, self._stage = begin.removeprefix(opening), "reasoning"
-                return
-        if is_last or not any(opening.startswith(begin) for opening in self._openings):
+        if not is_last and any(opening.startswith(begin) and opening != begin for opening in self._openings):
+            return
+        opening = next((each for each in self._openings if begin.startswith(each)), None)
+        if opening is None:
             self._stage = "answer"
+        else:
+            self._text, self._stage = begin.removeprefix(opening), "reasoning"
 
     def _read_reasoning(self, is_last: bool) -> str:
         """Return the text up to the mark at its end, or up to white space or a part of the mark."""

@@ -151,8 +151,9 @@ class SchemaFormat(Open):
 
 
 class OutputConfig(Open):
-    """Form of the answer. Its effort is ignored."""
+    """Form of the answer, and the effort of the reasoning, which is a variable of the template."""
 
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
 
@@ -163,7 +164,12 @@ class MessagesChat(TranslatedChat):
         deferred_tools: names of tools whose definitions are in the messages, so that the template does not get them.
     """
 
-    original_names: ClassVar = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config"}
+    original_names: ClassVar = {
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+    }
 
     deferred_tools: list[str] | None = None
 
@@ -204,7 +210,7 @@ class CountTokensRequest(Tolerant):
         return MessagesChat.of(self._chat_fields())
 
     def _chat_fields(self) -> JsonObject:
-        messages, wanted = self._transcript().messages, (self.output_config or OutputConfig()).format
+        messages, output = self._transcript().messages, self.output_config or OutputConfig()
         found = self._found_tools
         known = [tool for tool in self._client_tools if not tool.defer_loading or tool.name in found]
         tools, deferred = [_function(tool) for tool in known], [tool.name for tool in known if tool.defer_loading]
@@ -213,9 +219,11 @@ class CountTokensRequest(Tolerant):
         fields |= self._choice(bool(tools))
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True  # the beginning of the answer
-        if wanted is not None:
-            schema = {"name": "answer", "schema": wanted.json_schema}
+        if output.format is not None:
+            schema = {"name": "answer", "schema": output.format.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.thinking is None or self.thinking.type != "disabled":
+            fields["reasoning_effort"] = output.effort
         if self.thinking is not None and self.thinking.type != "adaptive":
             switches = dict.fromkeys(THINKING, self.thinking.type == "enabled")
             fields["chat_template_kwargs"] = switches | (self.chat_template_kwargs or {})
@@ -297,7 +305,8 @@ def _add(transcript: Transcript, message: MessageParam, deferred: Mapping[str, s
     ):
         match block:
             case TextBlock():
-                texts.append(block.text)
+                if not (message.role == "system" and block.text.startswith(BILLING)):
+                    texts.append(block.text)
                 continue
             case ThinkingBlock():
                 end_text()

@@ -78,6 +78,7 @@ def prepare_chat(
         _check(service, body)
         new_parser = new_reasoning_parser = None
         shown: set[int] = set()
+        calls: tuple[str, ...] = ()
         prompt = Prompt(params.truncated(render(service, body), service.max_model_len))
         if offered := body.offered_functions:
             if (form := service.tool_format) is None:
@@ -91,10 +92,12 @@ def prepare_chat(
             new_id = lambda name, index: form.form.ids.new(name, past + index)
             new_parser = partial(form.parser, offered, new_id, parallel, with_answer)
             shown.update(form.tokens.values())
+            calls = form.form.start_marks
         if (reasoning := service.reasoning) is not None:
             end = backend(service.tokenizer).decode(prompt.token_ids[-LAST_TOKENS:], skip_special_tokens=False)
-            new_reasoning_parser = reasoning.new_parser(end)
             params = _behind_reasoning(reasoning, end, body, params, shown)
+            # A constraint allows any text in the reasoning, and begins only behind its closing mark.
+            new_reasoning_parser = reasoning.new_parser(end, calls if params.structured_outputs is None else ())
             shown.update(reasoning.tokens.values())
         elif name := body.reasoning_option:
             raise invalid(name, "no form of reasoning is known; set --reasoning-parser")
@@ -114,7 +117,7 @@ def _behind_reasoning(
         end: end of the prompt.
         marks: special tokens of the answer that a parser reads.
     """
-    wanted, budget = params.structured_outputs, body.thinking_token_budget
+    wanted, budget = params.structured_outputs, body.reasoning_budget
     if wanted is None and budget is None:
         return params
     if wanted is None:

@@ -339,7 +339,9 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
     tool_choice: ToolChoice | None = Field(default=None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = Field(default=None, ge=0, description="a number of tokens, at least 0")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=-1, description="a number of tokens, at least 0, or -1 for no limit"
+    )
     echo: bool | None = None
 
     @property
@@ -362,9 +364,14 @@ class ChatRequest(GenerationRequest, Conversation, _InChats):
         return must_call(self.tool_choice)
 
     @property
+    def reasoning_budget(self) -> int | None:
+        """Maximum tokens of reasoning; None: no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
     def reasoning_option(self) -> str | None:
         """Name of a field that needs reasoning apart from the content; None: there is none."""
-        if self.thinking_token_budget is not None:
+        if self.reasoning_budget is not None:
             return "thinking_token_budget"
         return "include_reasoning" if self.include_reasoning is False else None
 

@@ -73,6 +73,7 @@ class Tolerant(Strict):
     pin_s: float | None = None
     priority: int | None = None
     chat_template_kwargs: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
     # Those of both APIs.
     model: str | None = None
     temperature: float | None = None

@@ -150,7 +150,8 @@ def _sample(admitted: Admitted, token: int) -> Sample:
     others = [other for other in range(5, 25) if other != token]
     logprobs = [logprob(token), *(logprob(token) - 1 - other for other in others)]
     count = max(admitted.num_top or 0, admitted.params.prompt_logprobs or 0)
-    return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count])
+    hidden = np.float32([1, token]).tobytes()
+    return Sample(token, logprob(token), 1, [token, *others][:count], logprobs[:count], hidden=hidden)
 
 
 def demo_tokenizer(marks: Sequence[str] = ()) -> SimpleNamespace:

@@ -175,7 +175,8 @@ def test_blocks_become_messages():
                 {"type": "tool_result", "tool_use_id": "t2", "content": [text("no"), text("on")], "is_error": False},
                 text("And now?"),
             ]},
-            {"role": "system", "content": "Later."},
+            {"role": "system", "content": "x-anthropic-billing-header: cch=2;"},
+            {"role": "system", "content": [text("x-anthropic-billing-header: cch=3;"), text("Later.")]},
         ],
     )  # fmt: skip
     function = lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -245,6 +246,8 @@ def test_options_become_those_of_a_chat():
     assert chat_of(messages=messages, thinking={"type": "adaptive"}, tool_choice={"type": "auto"}) == {
         "messages": messages
     }
+    effort = chat_of(messages=messages, thinking={"type": "adaptive"}, output_config={"effort": "low"})
+    assert effort == {"messages": messages, "reasoning_effort": "low"}
 
 
 async def test_count_is_that_of_the_equal_chat(scripted_loaded):

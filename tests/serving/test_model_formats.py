@@ -202,7 +202,8 @@ async def test_budget_needs_reasoning_that_ends_with_one_token(scripted_client):
         error = await client.chat(say("Rome"), 400, thinking_token_budget=5)
         assert "no token for '</think>'" in error["error"]["message"]
         assert error["error"]["param"] == "thinking_token_budget"
-        await client.chat(say("Rome"), 400, thinking_token_budget=-1)
+        await client.chat(say("Rome"), 400, thinking_token_budget=-2)
+        await client.chat(say("Rome"), thinking_token_budget=-1)
     for field in ({"thinking_token_budget": 5}, {"include_reasoning": False}):
         error = (await scripted_client.chat(say("Rome"), 400, **field))["error"]
         assert "set --reasoning-parser" in error["message"] and error["param"] in field

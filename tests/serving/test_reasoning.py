@@ -8,6 +8,7 @@ import pytest
 from jpaged.serving.reasoning_parsers import harmony, marked
 from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
 from jpaged.serving.tool_parsers.format import FORMATS
+from jpaged.tokenizer import CALL_TAGS
 from tests.serving import scripted
 from tests.serving.client import Client
 from tests.serving.scripted import say
@@ -24,9 +25,9 @@ THOUGHT = "<think>\nWhich city?\n\nRome.\n</think>\n\nIt is sunny."
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def parts_of(form, pieces, is_open=False):
+def parts_of(form, pieces, is_open=False, calls=()):
     """Return the reasoning and the answer of a text that arrives in pieces."""
-    parser = form.new_parser(f"x {form.openings[0]}\n" if is_open else "x")()
+    parser = form.new_parser(f"x {form.openings[0]}\n" if is_open else "x", calls)()
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.feed("", is_last=True)
     reasoning, answer = ("".join(part.text for part in parts if part.is_reasoning == kind) for kind in (True, False))
     return reasoning, answer
@@ -59,16 +60,22 @@ def test_text_is_split_at_its_marks(text, is_open, expected):
     assert outcome([text], is_open) == expected
 
 
-def split(form, text, is_open):
+@pytest.mark.parametrize("opening, thought", [("<|channel>thought\n", "Which?"), ("<|channel>", "thousands?")])
+def test_gemma_may_leave_out_the_name_of_its_channel(opening, thought):
+    text = f"{opening}{thought}<channel|>Rome"
+    assert parts_of(FORMS["gemma4"], [text]) == parts_of(FORMS["gemma4"], text) == (thought, "Rome")
+
+
+def split(form, text, is_open, calls=()):
     """Return the reasoning and the answer of a whole text between marks, by its definition."""
     if not is_open:
         opening = next((each for each in form.openings if text.lstrip().startswith(each)), None)
         if opening is None:
             return "", text
         text = text.lstrip().removeprefix(opening)
-    closing = min(form.closings, key=lambda each: text.find(each) % (len(text) + 1))
-    reasoning, _, answer = text.partition(closing)
-    return reasoning.strip(), answer.lstrip()
+    ending = min((*form.closings, *calls), key=lambda each: text.find(each) % (len(text) + 1))
+    reasoning, mark, answer = text.partition(ending)
+    return reasoning.strip(), (mark + answer if mark in calls else answer).lstrip()
 
 
 HARMONY = [
@@ -79,9 +86,9 @@ HARMONY = [
 ]  # fmt: skip
 
 
-def random_text(form, rng, words=0):
+def random_text(form, rng, words=0, calls=()):
     """Return marks and parts of marks in random order, with some words between them."""
-    marks = [*form.openings, *getattr(form, "closings", ())] or HARMONY
+    marks = [*form.openings, *getattr(form, "closings", ()), *calls] or HARMONY
     parts = rng.choices([*marks, *(mark[: len(mark) // 2] for mark in marks), "\n", " ", "a", "<"], k=rng.randrange(10))
     for word in range(words):
         parts.insert(rng.randrange(len(parts) + 1), f"w{word}w")
@@ -91,14 +98,16 @@ def random_text(form, rng, words=0):
 def check_pieces(name, num_texts):
     rng, form = random.Random(5), FORMS[name]
     for _ in range(num_texts):
-        text, is_open = random_text(form, rng), bool(form.openings) and rng.random() < 0.5
-        expected = split(form, text, is_open) if form.openings else parts_of(form, [text])
-        assert parts_of(form, text, is_open) == expected, text
+        is_open = bool(form.openings) and rng.random() < 0.5
+        calls = CALL_TAGS[:1] if form.openings and rng.random() < 0.5 else ()
+        text = random_text(form, rng, calls=calls)
+        expected = split(form, text, is_open, calls) if form.openings else parts_of(form, [text])
+        assert parts_of(form, text, is_open, calls) == expected, text
         for at in range(len(text) + 1):
-            assert parts_of(form, [text[:at], text[at:]], is_open) == expected, (at, text)
+            assert parts_of(form, [text[:at], text[at:]], is_open, calls) == expected, (at, text)
         places = [0, *sorted(rng.choices(range(len(text) + 1), k=4)), len(text)]
         pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-        assert parts_of(form, pieces, is_open) == expected, pieces
+        assert parts_of(form, pieces, is_open, calls) == expected, pieces
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
@@ -221,6 +230,21 @@ async def test_response_has_an_item_of_reasoning(client):
     events = await response_events(client, body)
     assert items_of(events) == events[-1]["response"]["output"]
     assert without_response_ids(events[-1]["response"]) == without_response_ids(whole)
+
+
+async def test_call_ends_the_reasoning_unless_a_constraint_begins_behind_it(client):
+    body = {
+        "messages": [{"role": "user", "content": say(f"<think>Which?\n{hermes(ROME)}")}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": TOOL}}],
+    }
+    (choice,) = (await client.post("/v1/chat/completions", body))["choices"]
+    assert (choice["message"]["reasoning"], choice["finish_reason"]) == ("Which?", "tool_calls")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    deltas = [chunk["choices"][0]["delta"] for chunk in await client.stream("/v1/chat/completions", body)]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Which?"
+    for unread in ({"tool_choice": "none"}, {"tool_choice": "required", "max_tokens": 40}):
+        (choice,) = (await client.post("/v1/chat/completions", body | unread))["choices"]
+        assert "<tool_call>" in choice["message"]["reasoning"] and not choice["message"].get("tool_calls")
 
 
 async def test_response_of_reasoning_alone_ends_with_a_message(client):

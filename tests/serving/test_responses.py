@@ -138,6 +138,17 @@ async def test_limit_of_tokens_makes_the_response_incomplete(scripted_client):
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+async def test_constraint_of_vllm_holds_in_both_apis(scripted_client):
+    constraint = {"structured_outputs": {"choice": ["Rome"]}, "model": "demo"}
+    whole = await scripted_client.post("/v1/responses", {"input": say("Oslo"), **constraint})
+    assert whole["output"][0]["content"][0]["text"] == "Rome"
+    messages = [{"role": "user", "content": say("Oslo")}]
+    message = await scripted_client.post("/v1/messages", {"messages": messages, "max_tokens": 50, **constraint})
+    assert message["content"][0]["text"] == "Rome"
+    both = {"input": "Hi", "text": {"format": {"type": "json_object"}}, **constraint}
+    assert (await scripted_client.post("/v1/responses", both, 400))["error"]["param"] == "text"
+
+
 async def test_failure_in_a_stream_is_its_last_event(scripted_client):
     *events, last = await streamed_failure(scripted_client)
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"

@@ -107,6 +107,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("qwen3_coder", "<function=<function=time></function>", "<function=", NOON),
         ("qwen3_coder", "<tool_call><function=cook></function>", "<tool_call><function=cook></function>", []),
         ("qwen3_coder", "<tool_call><function=time>\n</function>\n</tool_call>\n", "", NOON),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n<parameter=days>\n7\n</function>", "",
+         [("weather", '{"city": "Rome", "days": 7}')]),  # without the ends of the values
         ("glm45", "<tool_call>time</tool_call>", "", NOON),
         ("glm45", "So<tool_call>time\n<arg_key> x </arg_key> <arg_value>\n7</arg_value></tool_call>", "So",
          [("time", '{"x": "\\n7"}')]),
@@ -119,6 +121,11 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("granite", '<tool_call>[{"name": "time"}]', "", NOON),
         ("granite", '<|tool_call|>[{"name": "time"}, x]', ", x]", NOON),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>time<|tool_call_argument_begin|>{}", "", NOON),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>weather<|tool_call_argument_begin|>{\"city\": [1"
+         "<|tool_call_end|><|tool_call_begin|>time<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_calls_section_end|>", "", [("weather", '{"city": [1'), *NOON]),  # the first arguments break off
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": {}</tool_call><tool_call>{"name": "time"}', "",
+         [("weather", '{"city": {}'), *NOON]),
         ("pythonic", "[time()] [time()]", "", NOON * 2),
         ("pythonic", "[time(7)]", "[time(7)]", []),
         ("pythonic", "[time(x=7, )", "", [("time", '{"x": 7}')]),
@@ -132,6 +139,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("llama4_pythonic", "<|python_start|>[time()]", "", NOON),
         ("functiongemma", "<start_function_call>call:time{a:<escape>x, y<escape>, b: word, c:[1,{d:null}]}", "",
          [("time", '{"a": "x, y", "b": "word", "c": [1, {"d": null}]}')]),
+        ("gemma4", '<|tool_call>:weather{city:<|"|>Rome<|"|>}<tool_call|>', "", ROME),
+        ("gemma4", "<|tool_call>cal:time{}<tool_call|>", "<|tool_call>cal:time{}<tool_call|>", []),
         ("openai", "<|channel|>commentary to=functions.time<|channel|>commentary json<|message|>{}", "", NOON),
         ("openai", "<|channel|>final<|message|>Hi", "<|channel|>final<|message|>Hi", []),
         ("minimax_m2", '<minimax:tool_call><invoke name="time"></invoke><invoke name="weather"><parameter name="city">'

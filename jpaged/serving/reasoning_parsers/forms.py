@@ -5,7 +5,7 @@ its templates as the package `mistral-common`; IBM describes Granite's marks at
 https://huggingface.co/ibm-granite/granite-3.2-8b-instruct.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -40,8 +40,13 @@ class ReasoningForm(Protocol):
     def is_in(self, template: str) -> bool:
         """Return whether a chat template has the form."""
 
-    def new_parser(self, prompt: str) -> NewParser:
-        """Return the maker of parsers of outputs that follow the end of a prompt."""
+    def new_parser(self, prompt: str, calls: Sequence[str] = ()) -> NewParser:
+        """Return the maker of parsers of outputs that follow the end of a prompt.
+
+        Args:
+            prompt: end of the prompt.
+            calls: marks of tool calls, which end the reasoning.
+        """
 
     def prelude(self, prompt: str, budget: int | None, with_calls: bool) -> str:
         """Return rules in Lark with a rule `prelude`: the output in front of the answer.
@@ -87,9 +92,9 @@ class Marked:
         """Return whether a chat template has the form."""
         return any(closing in template for closing in self.closings)
 
-    def new_parser(self, prompt: str) -> NewParser:
+    def new_parser(self, prompt: str, calls: Sequence[str] = ()) -> NewParser:
         """Return the maker of parsers of outputs that follow the end of a prompt, which may have an opening mark."""
-        return partial(MarkedParser, self.openings, self.closings, self._is_open(prompt))
+        return partial(MarkedParser, self.openings, self.closings, self._is_open(prompt), calls)
 
     def prelude(self, prompt: str, budget: int | None, with_calls: bool) -> str:
         """Return the rules of the reasoning, which may be missing unless the prompt has begun it."""
@@ -122,8 +127,8 @@ class Harmony:
         """Return whether a chat template has the form."""
         return "<|channel|>" in template and "analysis" in template
 
-    def new_parser(self, prompt: str) -> NewParser:
-        """Return the maker of parsers."""
+    def new_parser(self, prompt: str, calls: Sequence[str] = ()) -> NewParser:
+        """Return the maker of parsers, which tell calls by their recipients."""
         return HarmonyParser
 
     def prelude(self, prompt: str, budget: int | None, with_calls: bool) -> str:
@@ -141,7 +146,7 @@ THINK = Marked()
 FORMS: Mapping[str, ReasoningForm] = {
     "deepseek_r1": THINK,
     "deepseek_v3": THINK,
-    "gemma4": Marked(("<|channel>thought",), ("<channel|>",)),
+    "gemma4": Marked(("<|channel>thought", "<|channel>"), ("<channel|>",)),
     "glm45": THINK,
     "granite": Marked(
         ("Here is my thought process:", "Here's my thought process:"),

@@ -13,12 +13,14 @@ class MarkedParser:
     breaks off has no answer.
 
     Args:
-        openings, closings: marks, of which one begins and one ends the reasoning.
+        openings: marks, of which the first that fits begins the reasoning.
+        closings: marks, of which one ends it.
         is_open: the prompt ends with the opening mark.
+        calls: marks of tool calls, which end the reasoning too, and begin the answer.
     """
 
-    def __init__(self, openings: Sequence[str], closings: Sequence[str], is_open: bool):
-        self._openings, self._closings = openings, closings
+    def __init__(self, openings: Sequence[str], closings: Sequence[str], is_open: bool, calls: Sequence[str] = ()):
+        self._openings, self._closings, self._calls = openings, closings, calls
         self._text = ""  # received text that is not part of a result yet
         self._stage = "reasoning" if is_open else "opening"
         self._has_reasoning = False
@@ -47,24 +49,25 @@ class MarkedParser:
     def _read_opening(self, is_last: bool) -> None:
         """Skip the opening mark, or find that there is none."""
         begin = self._text.lstrip()
-        for opening in self._openings:
-            if begin.startswith(opening):
-                self._text, self._stage = begin.removeprefix(opening), "reasoning"
-                return
-        if is_last or not any(opening.startswith(begin) for opening in self._openings):
+        if not is_last and any(opening.startswith(begin) and opening != begin for opening in self._openings):
+            return
+        opening = next((each for each in self._openings if begin.startswith(each)), None)
+        if opening is None:
             self._stage = "answer"
+        else:
+            self._text, self._stage = begin.removeprefix(opening), "reasoning"
 
     def _read_reasoning(self, is_last: bool) -> str:
-        """Return the text up to the closing mark, or up to white space or a part of the mark at its end."""
-        text = self._text if self._has_reasoning else self._text.lstrip()
-        places = [(place, mark) for mark in self._closings if (place := text.find(mark)) >= 0]
+        """Return the text up to the mark at its end, or up to white space or a part of the mark."""
+        text, marks = self._text if self._has_reasoning else self._text.lstrip(), (*self._closings, *self._calls)
+        places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
         end, rest = len(text), None
         if places:
             self._stage = "space"
             end, mark = min(places)
-            rest = text[end + len(mark) :]
+            rest = text[end + len(mark) * (mark not in self._calls) :]
         elif not is_last:
-            end -= max(overlap(text, mark) for mark in self._closings)
+            end -= max(overlap(text, mark) for mark in marks)
         found = text[:end].rstrip()
         self._text = text[len(found) :] if rest is None else rest
         self._has_reasoning |= bool(found)

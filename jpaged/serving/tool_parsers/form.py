@@ -51,6 +51,7 @@ class Form:
     Attributes:
         start: mark in front of a run; "": the whole output is calls, or has none.
         also: further marks that models write instead of `start`; `opening` if `start` may be missing.
+        bare_opening: text that models write instead of `opening` at times; "": none.
         repeats: a run may have several calls; otherwise each call is a run, and `separator` is between runs.
         prefix: mark that may precede calls without `start`.
         marks: further marks that models write.
@@ -65,6 +66,7 @@ class Form:
     start: str = ""
     also: tuple[str, ...] = ()
     opening: str = ""
+    bare_opening: str = ""
     closing: str = ""
     separator: str = ""
     end: str = ""
@@ -78,9 +80,19 @@ class Form:
     variant: "tuple[str, Form] | None" = None
 
     @property
+    def start_marks(self) -> tuple[str, ...]:
+        """The mark that chat templates write in front of a run, if there is one."""
+        return tuple(filter(None, (self.start.strip(),)))
+
+    @property
     def starts(self) -> tuple[str, ...]:
         """Marks of which one precedes each run."""
-        return tuple(filter(None, (self.start.strip(), *self.also)))
+        return (*self.start_marks, *self.also)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Texts of which one precedes each call."""
+        return (self.opening, self.bare_opening) if self.bare_opening else (self.opening,)
 
     @property
     def texts(self) -> tuple[str, ...]:

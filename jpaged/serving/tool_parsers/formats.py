@@ -68,7 +68,9 @@ FORMS: Mapping[str, Form] = {
     "functiongemma": Form(
         GemmaCall("<escape>"), start="<start_function_call>", opening="call:", closing="<end_function_call>",
     ),
-    "gemma4": Form(GemmaCall('<|"|>'), start="<|tool_call>", opening="call:", closing="<tool_call|>"),
+    "gemma4": Form(
+        GemmaCall('<|"|>'), start="<|tool_call>", opening="call:", bare_opening=":", closing="<tool_call|>",
+    ),
     "glm45": Form(ARGUMENT_TAGS, start=OPENING, separator="\n"),
     "glm47": Form(TIGHT_ARGUMENT_TAGS, start=OPENING),
     "granite": Form(JsonList(), start="<|tool_call|>", also=(OPENING,)),

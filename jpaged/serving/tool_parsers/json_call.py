@@ -190,10 +190,12 @@ class JsonList:
 
 def read_object(reader: CallReader) -> Reading[None]:
     """Read the arguments of a call that has begun, and emit each piece as it comes."""
-    for _ in reader.value():
+    try:
+        for _ in reader.value():
+            reader.append(reader.take())
+            yield
+    finally:
         reader.append(reader.take())
-        yield
-    reader.append(reader.take())
 
 
 def decoded(text: str) -> Any:

@@ -129,15 +129,17 @@ class ToolParser(CallReader):
             place, known = self.at, self.num_calls
             try:
                 yield from self.space()
-                yield from self.expect(form.opening)
+                yield from self.choose(form.openings)
                 yield from form.body.read(self)
             except (NotACall, End):
                 if self.num_calls == known:
                     self.at = place
                     break
                 self.at = 0
-                yield from self.tag(form.closing.strip())
+                closed = yield from self.tag(form.closing.strip())
                 self.take()
+                if closed and form.repeats:
+                    continue
                 return True
             yield from self.tag(form.closing.strip())
             self.take()

@@ -1,12 +1,12 @@
 """Text that arrives in pieces, read by generators that yield wherever they need more of it."""
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 SPACE = " \t\r\n"
 # Many characters at once: a step of a generator takes a microsecond.
 PLAIN = re.compile(r'[^"\\]+')  # inside a string
-INSIDE = re.compile(r'[^"\[\]{}]+')  # inside an array or an object, between strings
+INSIDE = re.compile(r'[^"\[\]{}<]+')  # inside an array or an object, between strings
 
 
 class NotACall(Exception):
@@ -124,20 +124,31 @@ class Pieces:
         yield from reading
         return self.text[start : self.at]
 
-    def until(self, mark: str, pass_on: Callable[[str], None]) -> Reading[None]:
-        """Take the text up to a mark, which is skipped, and pass it on as soon as it is certain."""
+    def until(self, mark: str, pass_on: Callable[[str], None], before: Sequence[str] = ()) -> Reading[None]:
+        """Take the text up to a mark, which is skipped, and pass it on as soon as it is certain.
+
+        Args:
+            before: further marks at which the text ends; they are not skipped.
+        """
         self.take()
-        while (place := self.text.find(mark)) < 0:
-            self.at = len(self.text) if self.ended else len(self.text) - overlap(self.text, mark)
+        marks = (mark, *before)
+        while not (found := [(place, each) for each in marks if (place := self.text.find(each)) >= 0]):
+            begun = max(overlap(self.text, each) for each in marks)
+            self.at = len(self.text) if self.ended else len(self.text) - begun
             pass_on(self.take())
             yield from self.more()
-        self.at = place
+        self.at, ending = min(found)
         pass_on(self.take())
-        self.at = len(mark)
-        self.take()
+        if ending == mark:
+            self.at = len(mark)
+            self.take()
 
     def value(self) -> Reading[None]:
-        """Read a JSON value. Inside an array or an object, only strings and depth matter."""
+        """Read a JSON value. Inside an array or an object, only strings and depth matter.
+
+        Raises:
+            NotACall: a mark comes, which is no part of a value.
+        """
         depth = 0
         while True:
             character = yield from self.peek()
@@ -149,6 +160,8 @@ class Pieces:
             elif character in "}]" and depth:
                 self.at += 1
                 depth -= 1
+            elif character == "<" and depth:
+                raise NotACall
             elif depth:
                 self.skip(INSIDE)
                 continue

@@ -10,10 +10,13 @@ from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.schema import resolve, texts_of
 
 
-def text_rules(schema: Any, name: str, mark: str, spell: Spell) -> list[str]:
+def text_rules(schema: Any, name: str, mark: str, spell: Spell, but: Sequence[str] = ()) -> list[str]:
     """Return rules in Lark, of which `name` is a text that fits a schema, with the mark behind it.
 
     The length and the pattern of a text are kept, and its `format` is not.
+
+    Args:
+        but: further marks, which the text does not have.
 
     Raises:
         ValueError: the pattern or a length is not one.
@@ -23,11 +26,12 @@ def text_rules(schema: Any, name: str, mark: str, spell: Spell) -> list[str]:
     upper, ending, inner = name.upper(), spell(mark), mark.strip()
     if (texts := texts_of(schema)) is not None:
         return [f"{name}: ({' | '.join(spell(text) for text in texts)}) {ending}"]
+    kept = _pattern(schema) + "".join(f" & ~/(?s:.*){escaped(each)}(?s:.*)/" for each in but)
     if spell(inner).startswith("<["):  # a special token, which no text has
         before = json.dumps(mark[: mark.index(inner)]) if mark != inner else ""
-        return [f"{name}: {upper} {spell(inner)}", f"{upper}: ({_pattern(schema)}) {before}"]
-    kept = f"~/(?s:.*){escaped(inner)}(?s:.*)/"  # the parser would end the text there
-    return [f"{name}[lazy]: {upper} {ending}", f"{upper}: {_pattern(schema)} & {kept}"]
+        return [f"{name}: {upper} {spell(inner)}", f"{upper}: ({kept}) {before}"]
+    # The parser would end the text at its mark.
+    return [f"{name}[lazy]: {upper} {ending}", f"{upper}: {kept} & ~/(?s:.*){escaped(inner)}(?s:.*)/"]
 
 
 def text_but(openings: Sequence[str]) -> str:
@@ -37,7 +41,7 @@ def text_but(openings: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return a regular expression of a text in Lark."""
-    return re.escape(text).replace("/", r"\/").replace(r"\ ", " ")
+    return re.escape(text).replace("/", r"\/").replace(r"\ ", " ").replace("\\\n", r"\n")
 
 
 def _pattern(schema: dict[str, Any]) -> str:

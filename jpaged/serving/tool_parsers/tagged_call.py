@@ -7,6 +7,7 @@ if it is none.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpaged.serving.codec import loads
@@ -28,7 +29,8 @@ class Tags:
     Attributes:
         name_end: text after the function's name.
         key_open, key_close: texts around the name of an argument.
-        value_open, value_close: texts around its value. Newlines there are no part of the value.
+        value_open, value_close: texts around its value. Newlines there are no part of the value. With newlines, a value
+            also ends in front of a line with the next argument or the end of the call: models forget `value_close`.
         value_end: text after the argument.
         end: text at the end of the call.
     """
@@ -77,13 +79,18 @@ class Tags:
         for index, (key, schema) in enumerate(schemas.items()):
             value = f"{name}_{index}"
             if "string" in types_of(schema) or not types_of(schema):
-                rules += text_rules(schema, value, self.value_close, spell)
+                rules += text_rules(schema, value, self.value_close, spell, self._next_lines)
             else:
                 rules.append(f"{value}: {json_rule(schema)} {spell(self.value_close)}")
             head = spell(f"{self.key_open}{key}{self.key_close}{self.value_open}")
             part = f"{head} {value} {spell(self.value_end)}".strip()
             parts += f" {part}" if key in required else f" ({part})?"
         return [f"{name}: {parts} {spell(self.end)}", *rules]
+
+    @property
+    def _next_lines(self) -> tuple[str, ...]:
+        """Beginnings of the lines in front of which a value ends without `value_close`."""
+        return (f"\n{self.key_open}", f"\n{self.end}") if self.value_close.startswith("\n") else ()
 
     def _next(self, reader: CallReader, marks: tuple[str, ...]) -> Reading[str]:
         """Read the mark after an argument. Other text ends the call."""
@@ -117,11 +124,11 @@ class Tags:
         if trims and (yield from reader.peek()) == "\n":
             reader.at += 1
         if types <= {"string"}:
-            yield from _read_text(reader, self.value_close.strip(), trims)
+            yield from _read_text(reader, self.value_close.strip(), trims, self._next_lines)
             return
         parts: list[str] = []
         try:
-            yield from reader.until(self.value_close.strip(), parts.append)
+            yield from reader.until(self.value_close.strip(), parts.append, self._next_lines)
         except End:
             reader.append(_quoted("".join(parts))[:-1])
             raise
@@ -129,8 +136,8 @@ class Tags:
         reader.append(converted(text.removesuffix("\n") if trims else text, types))
 
 
-def _read_text(reader: CallReader, mark: str, trims: bool) -> Reading[None]:
-    """Emit the text up to a mark as a JSON string; drop the last newline if `trims`."""
+def _read_text(reader: CallReader, mark: str, trims: bool, before: Sequence[str]) -> Reading[None]:
+    """Emit the text up to a mark or to one of those in `before` as a JSON string; drop the last newline if `trims`."""
     held = ""
 
     def pass_on(text: str) -> None:
@@ -141,7 +148,7 @@ def _read_text(reader: CallReader, mark: str, trims: bool) -> Reading[None]:
         reader.append(_quoted(text)[1:-1])
 
     reader.append('"')
-    yield from reader.until(mark, pass_on)
+    yield from reader.until(mark, pass_on, before)
     reader.append('"')
 
 

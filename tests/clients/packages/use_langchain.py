@@ -74,11 +74,14 @@ def logprobs():
     assert all(len(token["top_logprobs"]) == 2 for token in answer.response_metadata["logprobs"]["content"])
 
 
+def embedding():
+    embeddings = OpenAIEmbeddings(model=MODEL, check_embedding_ctx_length=False, **API)
+    assert len(embeddings.embed_query(PROMPT)) == len(embeddings.embed_documents([PROMPT])[0]) > 1
+
+
 def errors():
     with raises(openai.BadRequestError, "temperature: must be"):
         model(temperature=-1).invoke(PROMPT)
-    with raises(openai.NotFoundError):
-        OpenAIEmbeddings(model=MODEL, check_embedding_ctx_length=False, **API).embed_query(PROMPT)
 
 
 def cancel():
@@ -88,4 +91,4 @@ def cancel():
         chunks.close()
 
 
-run(chat, completion, stream, tool_loop, agent, structured, reasoning_effort, logprobs, errors, cancel)
+run(chat, completion, stream, tool_loop, agent, structured, reasoning_effort, logprobs, embedding, errors, cancel)

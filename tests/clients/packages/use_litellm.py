@@ -84,12 +84,16 @@ def logprobs():
     assert all(len(token.top_logprobs) == 2 for token in answer.choices[0].logprobs.content)
 
 
+def embedding():
+    for provider in PROVIDERS:
+        (vector,) = litellm.embedding(f"{provider}/{MODEL}", input=[PROMPT], **API).data
+        assert len(vector["embedding"]) > 1
+
+
 def errors():
     for provider in PROVIDERS:
         with raises(litellm.BadRequestError, "temperature: must be"):
             complete(provider, temperature=-1)
-        with raises(litellm.NotFoundError):
-            litellm.embedding(f"{provider}/{MODEL}", input=[PROMPT], **API)
 
 
 def cancel():
@@ -99,4 +103,16 @@ def cancel():
         chunks.completion_stream.close()
 
 
-run(chat, text_completion, stream, tool_loop, structured, reasoning_effort, thinking, logprobs, errors, cancel)
+run(
+    chat,
+    text_completion,
+    stream,
+    tool_loop,
+    structured,
+    reasoning_effort,
+    thinking,
+    logprobs,
+    embedding,
+    errors,
+    cancel,
+)

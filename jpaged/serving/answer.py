@@ -108,15 +108,15 @@ class Answer:
         choice = self._choices[index]
         self._completion_tokens += len(delta.samples)
         self._cached_tokens[prompt] = delta.num_cached_tokens
-        if choice.reasoning_parser is None:
-            self._add_text(choice, delta)
-        else:
-            self._add_parts(choice, choice.reasoning_parser, delta)
         for sample in delta.samples if self._num_top is not None else ():
             text = choice.decoder.step(sample.token) if choice.decoder else ""
             start = choice.length + _bytes_before(text, self._vocabulary.text(sample.token))
             choice.tokens.append(_Token(sample.token, start, sample))
             choice.length += len(text)
+        if choice.reasoning_parser is None:
+            self._add_text(choice, delta)
+        else:
+            self._add_parts(choice, choice.reasoning_parser, delta)
         if self._with_ids:
             choice.token_ids += delta.token_ids
         if self._with_kept:

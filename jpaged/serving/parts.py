@@ -1,7 +1,7 @@
 """Answers that consist of parts: reasoning, texts and calls in the order of the output."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,8 @@ class Part:
         call_id: id of the call; None for a text.
         name: name of the tool.
         cut_off: the output ended within the part, at a limit.
+        logprobs: those of the tokens of a text, if requested.
+        new_logprobs: those of its last addition.
     """
 
     text: str = ""
@@ -28,6 +30,8 @@ class Part:
     call_id: str | None = None
     name: str = ""
     cut_off: bool = False
+    logprobs: list[JsonObject] = field(default_factory=list)
+    new_logprobs: list[JsonObject] = field(default_factory=list)
 
 
 class PartsAnswer(ChatAnswer):
@@ -55,7 +59,7 @@ class PartsAnswer(ChatAnswer):
         return events
 
     def _add_reasoning(self, choice: Choice, text: str) -> None:
-        self._add_piece(text, is_reasoning=True)
+        self._add_piece(choice, text, is_reasoning=True)
 
     def _add_text(self, choice: Choice, delta: OutputDelta) -> None:
         parser = choice.parser
@@ -63,14 +67,18 @@ class PartsAnswer(ChatAnswer):
         if parser and delta.finish_reason:
             parsed.append(parser.finish())
         for piece in chain.from_iterable(each.in_order() for each in parsed):
-            self._add_piece(piece)
+            self._add_piece(choice, piece)
         if delta.finish_reason:
             if self.needs_part and all(part.is_reasoning for part in self.parts):
                 self._end_part()
                 self._begin(Part())
             self._end_part(cut_off=delta.finish_reason != FinishReason.STOP)
 
-    def _add_piece(self, piece: str | ToolCallDelta, *, is_reasoning: bool = False) -> None:
+    def _add_piece(self, choice: Choice, piece: str | ToolCallDelta, *, is_reasoning: bool = False) -> None:
+        """Add a piece of the output to its part, with the logprobs since the last piece if it is text."""
+        logprobs: list[JsonObject] = []
+        if piece and (found := self._token_logprobs(choice)):
+            logprobs, choice.tokens = found["content"], []
         if isinstance(piece, ToolCallDelta):
             if piece.id is not None:
                 self._end_part()
@@ -83,8 +91,12 @@ class PartsAnswer(ChatAnswer):
                 self._begin(Part(is_reasoning=is_reasoning))
             text = piece
         if text:
-            self.parts[-1].text += text
-            self._events += self._grown(self.parts[-1], text)
+            part = self.parts[-1]
+            part.text += text
+            if part.call_id is None and not is_reasoning:
+                part.new_logprobs = logprobs
+                part.logprobs += logprobs
+            self._events += self._grown(part, text)
 
     def _begin(self, part: Part) -> None:
         self.parts.append(part)

@@ -252,7 +252,7 @@ class ResponsesRequest(Tolerant):
     conversation: None = Field(default=None, description=NOT_STORED)
     prompt: None = Field(default=None, description="absent, because no prompts are stored: send instructions and input")
     background: Literal[False] | None = Field(default=None, description="false, because nothing is stored")
-    top_logprobs: Literal[0] | None = Field(default=None, description="0: /v1/chat/completions returns logprobs")
+    top_logprobs: int | None = None
 
     @property
     def served_tools(self) -> list[FunctionTool | NamespaceTool]:
@@ -298,8 +298,6 @@ class ResponsesRequest(Tolerant):
 
     def chat(self) -> ResponsesChat:
         """Return the chat request; ApiError 400 if a field is invalid."""
-        if LOGPROBS in (self.include or ()):
-            raise invalid("include", f"{LOGPROBS} is not supported; /v1/chat/completions returns logprobs")
         if any(isinstance(item, ReferenceItem) for item in self.input):
             raise invalid("input", "item_reference: nothing is stored; send store: false and whole items")
         functions, text = [_function(*each) for each in self._functions], self.text or TextConfig()
@@ -317,6 +315,8 @@ class ResponsesRequest(Tolerant):
                 "response_format": _response_format(text),
                 "verbosity": text.verbosity,
                 "reasoning_effort": self.reasoning and self.reasoning.effort,
+                "logprobs": bool(self.top_logprobs) or LOGPROBS in (self.include or ()) or None,
+                "top_logprobs": self.top_logprobs,
             }
         )
 

@@ -80,6 +80,7 @@ class ResponsesAnswer(PartsAnswer):
             "text": {"format": form, "verbosity": text.verbosity},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in request.served_tools],
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": self._response_usage() if is_over else None,
@@ -139,7 +140,7 @@ class ResponsesAnswer(PartsAnswer):
             return [self._item_event("response.function_call_arguments.delta", delta=text)]
         if part.is_reasoning:
             return [self._text_event("response.reasoning_text.delta", delta=text)]
-        return [self._text_event("response.output_text.delta", delta=text, logprobs=[])]
+        return [self._text_event("response.output_text.delta", delta=text, logprobs=part.new_logprobs)]
 
     def _ended(self, part: Part) -> Iterable[JsonObject]:
         number = len(self._item_ids) - 1
@@ -148,7 +149,7 @@ class ResponsesAnswer(PartsAnswer):
             events = [self._item_event("response.function_call_arguments.done", **whole)]
         else:
             name = "reasoning_text" if part.is_reasoning else "output_text"
-            logprobs: JsonObject = {} if part.is_reasoning else {"logprobs": []}
+            logprobs: JsonObject = {} if part.is_reasoning else {"logprobs": part.logprobs}
             events = [
                 self._text_event(f"response.{name}.done", text=part.text, **logprobs),
                 self._text_event("response.content_part.done", part=_content(part, part.text)),
@@ -168,4 +169,4 @@ def _content(part: Part, text: str) -> JsonObject:
     """Return the content of an item of a text or of reasoning."""
     if part.is_reasoning:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": part.logprobs if text else []}

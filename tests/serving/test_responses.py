@@ -262,8 +262,8 @@ def test_options_become_those_of_a_chat():
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "nothing is stored"),
         ({"input": "a", "background": True}, "background", "nothing is stored"),
-        ({"input": "a", "top_logprobs": 2}, "top_logprobs", "/v1/chat/completions returns logprobs"),
-        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "logprobs is not supported"),
+        ({"input": "a", "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ({"input": "a", "top_logprobs": -2}, "top_logprobs", "-2"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be a whole number"),
         ({"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "maximum context length is 512"),
         ({"input": "a " * 600}, "input", "maximum context length is 512"),
@@ -321,6 +321,26 @@ async def test_functions_of_a_namespace_are_called_by_both_names(scripted_client
     assert [tool["function"]["name"] for tool in chat["tools"]] == ["mcp__sky__weather", "time"]
     assert chat["tool_choice"]["function"]["name"] == "mcp__sky__weather"
     assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "mcp__sky__noon"
+
+
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+async def test_texts_have_the_logprobs_of_their_tokens(scripted_client, fields):
+    text = f"I look at \U0001f98a. {hermes(ROME)}"
+    body = {"input": say(text), "tools": TOOLS} | fields
+    message, _ = (await scripted_client.post(PATH, body))["output"]
+    (content,) = message["content"]
+    entries = content["logprobs"]
+    assert b"".join(bytes(each["bytes"]) for each in entries).decode().rstrip() == content["text"].rstrip()
+    assert {len(each["top_logprobs"]) for each in entries} == {fields.get("top_logprobs", 0)}
+    chat = {"messages": [{"role": "user", "content": say(text)}], "logprobs": True}
+    expected = (await scripted_client.post("/v1/chat/completions", chat))["choices"][0]["logprobs"]["content"]
+    assert [each["logprob"] for each in entries] == [each["logprob"] for each in expected[: len(entries)]]
+    events = await streamed(scripted_client, body)
+    sent = [each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert sent == done["logprobs"] == entries
+    (without,) = (await scripted_client.post(PATH, {"input": say("No.")}))["output"]
+    assert without["content"][0]["logprobs"] == []
 
 
 # Loops of three turns with two calls, in the shapes of clients.

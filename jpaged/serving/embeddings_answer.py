@@ -10,18 +10,19 @@ from jpaged.core.pooling import normalized
 from jpaged.core.request import OutputDelta
 from jpaged.serving.answer import Answer
 from jpaged.serving.codec import JsonObject
-from jpaged.serving.embeddings import EmbeddingsRequest, GenerativeScoringRequest, ScoreRequest
+from jpaged.serving.embeddings import EmbeddingsRequest, GenerativeScoringRequest, PromptsRequest, ScoreRequest
 
 NUMBER_BYTES = 24  # of a number in JSON, at most
 
 
-class PromptsAnswer(Answer):
+class PromptsAnswer[Body: PromptsRequest](Answer):
     """Answer with one result for each prompt."""
 
     object_name = "list"
 
-    def __init__(self, *args: Any):
+    def __init__(self, request: Body, *args: Any):
         super().__init__(*args)
+        self._request = request
         self._results: dict[int, list[float]] = {}
 
     @property
@@ -41,14 +42,10 @@ class PromptsAnswer(Answer):
         return super()._usage() | {"completion_tokens": 0, "total_tokens": self._prompt_tokens}
 
 
-class EmbeddingsAnswer(PromptsAnswer):
+class EmbeddingsAnswer(PromptsAnswer[EmbeddingsRequest]):
     """Answer of `/v1/embeddings`."""
 
     prefix = "embd-"
-
-    def __init__(self, request: EmbeddingsRequest, *args: Any):
-        super().__init__(*args)
-        self._request = request
 
     def whole(self) -> JsonObject:
         """Return the body of a response."""
@@ -72,14 +69,10 @@ class EmbeddingsAnswer(PromptsAnswer):
         return b64encode(numbers.tobytes()).decode()
 
 
-class ScoresAnswer(PromptsAnswer):
+class ScoresAnswer(PromptsAnswer[ScoreRequest]):
     """Answer of `/v1/score` and `/generative_scoring`."""
 
     prefix = "score-"
-
-    def __init__(self, request: ScoreRequest, *args: Any):
-        super().__init__(*args)
-        self._request = request
 
     def whole(self) -> JsonObject:
         """Return the body of a response."""

@@ -54,7 +54,7 @@ def test_blocks_move_only_if_both_ways_cost_less_than_their_tokens(cost):
     assert bool(scheduler.memory.tier.num_out) == (cost < SIZE)
 
 
-@pytest.mark.parametrize("cost, keeps_all", [(0.16, True), (0.17, False)])
+@pytest.mark.parametrize("cost, keeps_all", [(0.08, True), (0.09, False)])
 def test_where_moves_delay_steps_costly_ones_are_for_texts_that_came_again_or_are_pinned(cost, keeps_all):
     scheduler, runner = small(block_swap_cost=cost, moves_overlap=False)
     tier = scheduler.memory.tier

@@ -12,8 +12,8 @@ with a Llama of 16 million random parameters in float32:
 
 In the simulator, texts have their full length, and a session's next turn arrives a pause after its last answer. On the
 CPU texts are shorter, and turns follow each other without pauses: the trace gives their order, and a turn starts as
-soon as fewer than `AT_ONCE` turns run. So all policies see the same order. They take turns in each round, on one runner
-with schedulers of their own. Figures of the CPU are medians over the rounds.
+soon as fewer than `AT_ONCE` turns run; the tenth turn runs alone. So all policies see the same order. They take turns
+in each round, on one runner with schedulers of their own. Figures of the CPU are medians over the rounds.
 """
 
 import argparse
@@ -183,11 +183,11 @@ class Machine:
             scheduler.memory.tier.disk = DiskTier(pool, host, names, most, token_s=0.0)
         return Engine(scheduler, self.runner, max_in_flight=2, files=folder and self.runner)
 
-    def run(self, sessions: Sequence[Session], policy: Policy) -> Run:
-        """Run sessions with empty memory and an empty folder, two turns at once."""
+    def run(self, sessions: Sequence[Session], policy: Policy, at_once: int = AT_ONCE) -> Run:
+        """Run sessions with empty memory and an empty folder, some turns at once."""
         with tempfile.TemporaryDirectory() as folder:
             engine = self.engine(policy, Path(folder) / "kv" if policy.files else None)
-            run = play(engine, sessions, policy.pin_s, AT_ONCE)
+            run = play(engine, sessions, policy.pin_s, at_once)
             self.runner.close_files()
         return run
 
@@ -271,15 +271,19 @@ def add_trace(
 
 
 def add_tenth_turn(
-    report: Report, where: str, source: Simulation | Machine, prompt: int, rounds: int
+    report: Report, where: str, source: Simulation | Machine, prompt: int, rounds: int, **options: int
 ) -> None:  # fmt: skip
-    """Add the rows of the tenth turn of a session: after others for each policy, and directly after its ninth turn."""
+    """Add the rows of the tenth turn of a session: after others for each policy, and directly after its ninth turn.
+
+    Args:
+        options: of the runs.
+    """
     sessions = long_session(prompt, source.pool_tokens)
     cases = {policy.name: (sessions, policy) for policy in source.policies} | {"never evicted": (sessions[:1], POOL)}
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            found[name].append(1e3 * source.run(*case).first[0, 9])
+            found[name].append(1e3 * source.run(*case, **options).first[0, 9])
     for name, times in found.items():
         report.add(
             experiment="turn 10", where=where, policy=name, prompt=prompt, rounds=rounds,
@@ -408,10 +412,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for rate in args.rates:
         add_trace(report, "simulated", simulation, agents, args.sessions, rate, 1)
     add_measured_cost(report, machine, small.draw(args.cpu_sessions // 5, 1.0, COST_SEED), args.cost_rounds)
-    add_tenth_turn(report, "CPU", machine, args.cpu_prompt, args.rounds)
+    add_tenth_turn(report, "CPU", machine, args.cpu_prompt, args.rounds, at_once=1)
     if not args.tiny:
         long = Machine(replace(args.model, max_position_embeddings=PROMPT + 1_000), 2 * args.num_blocks)
-        add_tenth_turn(report, "CPU", long, PROMPT, 1)
+        add_tenth_turn(report, "CPU", long, PROMPT, 1, at_once=1)
     add_trace(report, "CPU", machine, small, args.cpu_sessions, args.rates[0], args.rounds)
     publish(report)
     for where in above(report.rows):

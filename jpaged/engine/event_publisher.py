@@ -39,7 +39,7 @@ class EventPublisher:
         self._encoder, self._number, self._is_late = msgspec.msgpack.Encoder(), 0, False
         self._topic, self._past = config.topic.encode(), deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
         self._sockets: list[Socket] = []
-        # Batches wait between two sockets for the thread. Nobody else knows their address.
+        # Batches wait for the thread between two sockets, whose address is only known here.
         between = f"inproc://kv-events-{id(self)}"
         try:
             arriving = self._open(zmq.PULL, "endpoint", between)

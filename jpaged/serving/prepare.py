@@ -182,19 +182,25 @@ def _check(service: Service, body: GenerationRequest) -> None:
 def tokens_of(
     service: Service, sources: Sequence[str | list[int]], field: str, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the tokens of prompts, some of which are texts; InvalidParameter if texts need a tokenizer."""
+    """Return the tokens of prompts, some of which are texts.
+
+    Raises:
+        InvalidParameter: there is no tokenizer for texts.
+        ApiError: 400, a text is too long.
+    """
     texts = [source for source in sources if isinstance(source, str)]
     tokenized: Iterator[list[int]] = iter(())
     if texts:
+        tokenizer = _tokenizer(service, field)
+        service.check_length(max(map(len, texts)), field)
         # In one call, because every call wakes the tokenizer's threads.
-        tokenized = iter(encode_all(_tokenizer(service, field), texts, add_special_tokens=add_special_tokens))
+        tokenized = iter(encode_all(tokenizer, texts, add_special_tokens=add_special_tokens))
     return [next(tokenized) if isinstance(source, str) else source for source in sources]
 
 
 def _prompts(
     service: Service, body: protocol.CompletionRequest, sources: Sequence[str | list[int]], params: Params
 ) -> list[Prompt]:
-    service.check_length(body.text_length, "prompt")
     tokens = tokens_of(service, sources, "prompt", add_special_tokens=body.add_special_tokens is not False)
     prompts = []
     for source, token_ids in zip(sources, tokens, strict=True):

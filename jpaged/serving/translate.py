@@ -44,7 +44,6 @@ def prepare_scores(service: Service, body: ScoreRequest) -> Exchange:
     A query and an item are tokenized by themselves, so that the prompts of a query have a common prefix. The first of
     them has the special tokens of a prompt.
     """
-    service.check_length(body.text_length, "items")
     items = [body.items] if isinstance(body.items, str) else body.items
     with_special = body.add_special_tokens is not False
     (query,) = tokens_of(service, [body.query], "query", add_special_tokens=with_special and not body.item_first)

@@ -498,7 +498,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(where):
         step(scheduler, runner)
         step(scheduler, runner)
     plan = scheduler.schedule()
-    samples, prompt = runner.step(plan)
+    samples, prompt, _ = runner.step(plan)
     at = max(i for i, scheduled in enumerate(plan.rows) if scheduler.rows[scheduled.row].request is bad)
     at -= where == "output"
     wrong = Sample(3, math.nan, 1)

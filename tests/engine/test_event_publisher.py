@@ -1,6 +1,7 @@
 """Changes of the prefix cache on sockets: messages, numbers, replays, lost batches and impossible settings."""
 
 import threading
+import time
 import uuid
 
 import msgspec
@@ -128,6 +129,9 @@ def test_a_wrong_request_for_a_replay_has_no_effect(router, caplog):
         socket = router._connect(zmq.DEALER, router.settings["replay_endpoint"])
         socket.send_multipart(frames)
         socket.close()
+    end = time.monotonic() + TIMEOUT_MS / 1000
+    while len(caplog.records) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
     assert router.again(0) == []
     assert [each.message for each in caplog.records] == [
         "kv_events_config: a request for a replay is not a number of 8 bytes"

@@ -271,8 +271,9 @@ class ModelRunner:
         prompt_top = [table.prompt_top[row] for row, *_ in plan.rows] if prompt else []
         pooled = (computed.x_sd, made.pools) if made.pools.any() else None
         summed = None
-        if computed.x_td is not None and (wanted := [i for i, (row, *_) in enumerate(plan.rows) if table.sums[row]]):
-            summed = computed.x_td, wanted
+        if computed.x_td is not None and table.sums.any():  # few requests want sums
+            wanted = [index for index, (row, *_) in enumerate(plan.rows) if table.sums[row]]
+            summed = (computed.x_td, wanted) if wanted else None
         late = computed.x_sd if self.placement.device.platform == "cpu" else None
         return PendingStep(
             plan, chosen, listed, made.num_top, prompt, targets, prompt_top, version=self.params_version, late=late,

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)  # number of the message after the last one that is sent again
 LINGER_MS = 500
+BIND_S = 1.0  # longest wait for an address: ZeroMQ frees the address of a closed socket in the background
 
 Socket = zmq.Socket[bytes]
 
@@ -114,12 +115,24 @@ class EventPublisher:
         is_bound = "*" in address or "::" in address or address.startswith(("ipc:", "inproc:"))
         try:
             if is_bound and not connects:
-                made.bind(address)
+                self._bind(made, address)
             else:
                 made.connect(address)
         except zmq.ZMQError as error:
             raise ValueError(f"kv_events_config.{key}: {address} can't be used: {error}") from None
         return made
+
+    @staticmethod
+    def _bind(socket: Socket, address: str) -> None:
+        end = time.monotonic() + BIND_S
+        while True:
+            try:
+                socket.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > end:
+                    raise
+            time.sleep(0.02)
 
     def _close_sockets(self) -> None:
         for each in self._sockets:

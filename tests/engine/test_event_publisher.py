@@ -185,11 +185,12 @@ def test_events_need_a_prefix_cache_and_are_off_by_default():
         assert KVEvents.of(config) is None
 
 
-def test_an_address_in_use_is_an_error_and_closes_all_sockets(router):
+def test_an_address_in_use_is_an_error_and_a_closed_publisher_leaves_it(router):
     socket = zmq.Context.instance().socket(zmq.PUB)
     port = socket.bind_to_random_port("tcp://*")
     router.settings["endpoint"] = f"tcp://*:{port - 1}"
     with pytest.raises(ValueError, match=rf"kv_events_config.endpoint: tcp://\*:{port} can't be used: Address already"):
         router.publisher(rank=1)
     socket.close()
-    router.publisher(rank=1).close()
+    for _ in range(20):
+        router.publisher(rank=1).close()

@@ -72,14 +72,6 @@ def test_a_product_by_rows_has_one_order_and_that_of_xla_does_not(dtype):
         assert bool(found) == differs
 
 
-def test_a_loop_over_one_row_is_noticed(monkeypatch):
-    if pytest.importorskip("pallas_kernels.cpu.code").Machine.host().lanes < 16:
-        pytest.skip("without AVX-512 XLA multiplies a single row in the order of a loop")
-    monkeypatch.setattr(rows, "LEAST", 1)
-    plain = weight(None, 72, 160, "float32", bias=False)
-    assert sizes_that_differ(lambda x: BY_ROWS.product(x, plain), 160) == [1]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_products_by_rows_are_those_of_the_definition(form):
     """Of wanted rows, with and without experts; other rows are 0."""

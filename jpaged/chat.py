@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
+from jpaged.chat_revisions import Message, revisions
 from jpaged.tokenizer import backend, encode
 
-type Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]
 
 # Parameters of transformers' `render_jinja_template`, which are variables of templates.
@@ -83,7 +83,7 @@ def render(
 ) -> str:
     """Return the text of a conversation.
 
-    A template that fails with the arguments of calls as objects gets them as JSON text, which DeepSeek's demand.
+    A template that refuses messages with calls, or leaves calls out, gets revisions of them.
 
     Args:
         messages: in the form of the OpenAI API; content is text.
@@ -95,7 +95,7 @@ def render(
             "auto": text, and if the prompt would lack it, a list.
 
     Raises:
-        ValueError: the template rejects the conversation, or leaves out the text of a message.
+        ValueError: the template rejects the conversation, or leaves out the text or a call of a message.
     """
     if taken := (variables or {}).keys() & OPTIONS:
         raise ValueError(f"a template has no variable of its own called {min(taken)!r}")
@@ -107,30 +107,13 @@ def render(
     }  # fmt: skip
     faults: list[str] = []
     forms = {"string": (_as_text,), "openai": (_as_parts,)}.get(content_format, (_as_text, _as_parts))
-    for talk in _with_arguments(messages):
+    for talk in revisions(messages):
         for form in forms:
             text, fault = _attempt(template.source, talk, options, form)
             if fault is None:
                 return text
             faults.append(fault)
     raise ValueError(faults[0])
-
-
-def _with_arguments(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the messages and, if they differ, the messages with the arguments of calls as JSON text."""
-    yield messages
-    if any(message.get("tool_calls") for message in messages):
-        yield [{**message, **_text_arguments(message)} for message in messages]
-
-
-def _text_arguments(message: Message) -> Message:
-    """Return the calls of a message with their arguments as JSON text, or nothing if there are none."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {"tool_calls": calls} if calls else {}
 
 
 def _attempt(
@@ -140,7 +123,7 @@ def _attempt(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def run(messages: Sequence[Message]) -> str:
-        talk = [{**message, "content": form(message["content"])} for message in messages]
+        talk = [{**message, "content": message["content"] and form(message["content"])} for message in messages]
         texts, _ = render_jinja_template(conversations=[talk], chat_template=source, **options)
         return str(texts[0])
 
@@ -150,10 +133,10 @@ def _attempt(
         raise ValueError("the chat template needs too much memory") from None
     except Exception as error:  # templates raise any type
         return "", f"the chat template refuses these messages: {error}"
-    missing = _left_out(messages, text, run)
-    if missing is not None:
-        role = messages[missing]["role"]
-        return text, f"the chat template leaves out the text of message {missing}, of the role {role!r}"
+    if (missing := _left_out(messages, text, run)) is not None:
+        index, part = missing
+        role = messages[index]["role"]
+        return text, f"the chat template leaves out the {part} of message {index}, of the role {role!r}"
     if form is _as_parts and PRINTED_PART in text:
         return text, "the chat template prints the parts of a message's content, and not their texts"
     return text, None
@@ -167,32 +150,50 @@ def _as_parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
 
 
-def _left_out(messages: Sequence[Message], text: str, again: Callable[[Sequence[Message]], str]) -> int | None:
-    """Return the index of the first message whose text a prompt lacks; None if it has all texts.
+def _left_out(
+    messages: Sequence[Message], text: str, again: Callable[[Sequence[Message]], str]
+) -> tuple[int, str] | None:
+    """Return the index of the first message whose text or calls a prompt lacks, and this part; None if it has all.
 
-    Messages of the assistant are not checked: templates may drop parts of them, such as earlier reasoning. White space
+    Texts of the assistant are not checked: templates may drop parts of them, such as earlier reasoning. White space
     may differ, and text may be escaped as in JSON. `again` renders other messages.
     """
-    prompt, at, short = _squeezed(text), 0, []
+    prompt, at, unsure = _squeezed(text), 0, list[tuple[int, str]]()
     for index, message in enumerate(messages):
+        unsure += [(index, "calls")] if message.get("tool_calls") else []  # the names are also in the list of tools
         if message["role"] == "assistant":
             continue
         content = message["content"]
         wanted = _squeezed(content)
         place = prompt.find(wanted, at)
         if place < 0 and not any(_squeezed(form) in prompt for form in (content, *_in_json(content))):
-            return index
+            return index, "text"
         at = max(at, place)
         if 0 < len(wanted) < SHORT:
-            short.append(index)
-    if not short:
+            unsure.append((index, "text"))
+    if not unsure:
         return None
-    words = {index: f"zqx{index}xqz" for index in short}
+    marked, words = list(messages), list[tuple[int, str, str]]()
+    for index, part in unsure:
+        marked[index], used = _marked(marked[index], part, f"zqx{index}x")
+        words += [(index, part, word) for word in used]
     try:
-        marked = again([{**m, "content": words[i]} if i in words else m for i, m in enumerate(messages)]).casefold()
+        prompt = again(marked).casefold()
     except Exception:  # the template accepts only certain words there, and therefore reads them
         return None
-    return next((index for index, word in words.items() if word not in marked), None)
+    return next(((index, part) for index, part, word in words if word not in prompt), None)
+
+
+def _marked(message: Message, part: str, word: str) -> tuple[Message, list[str]]:
+    """Return a message with a word as its text, or with one as the name of each call; and the words."""
+    if part == "text":
+        return {**message, "content": f"{word}qz"}, [f"{word}qz"]
+    words = [f"{word}{number}qz" for number in range(len(message["tool_calls"]))]
+    calls = [
+        {**call, "function": {**call["function"], "name": name}}
+        for call, name in zip(message["tool_calls"], words, strict=True)
+    ]
+    return {**message, "tool_calls": calls}, words
 
 
 def _squeezed(text: str) -> str:

@@ -116,6 +116,78 @@ def test_earlier_reasoning_may_be_dropped():
     assert Template("{{ messages[0].content }}")("Who are you?", {"role": "assistant", "content": ""})
 
 
+def call(name, number, arguments):
+    return {"id": f"id{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED = {"role": "user", "content": "What is the weather?"}
+CALLING = {
+    "role": "assistant", "content": "Let me look.", "reasoning": "Which city?",
+    "tool_calls": [call("weather", 0, {"city": "Rome"}), call("time", 1, {})],
+}  # fmt: skip
+RESULTS = [{"role": "tool", "tool_call_id": f"id{i}", "content": text} for i, text in enumerate(["Sunny", "Noon"])]
+
+
+def each_message(inside):
+    return f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content or '' }}}}{inside}{{% endfor %}}"
+
+
+def each_call(use):
+    return (
+        f"{{% for c in m.tool_calls %}}[{{{{ c.function.name }}}} {{{{ c.function.arguments {use} }}}}]{{% endfor %}}"
+    )
+
+
+ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + each_call("| tojson")
+
+
+@pytest.mark.parametrize(
+    "per_message, expected",
+    [
+        (each_call("| tojson"), '<assistant>Let me look.[weather {"city": "Rome"}][time {}]<tool>Sunny<tool>Noon'),
+        (each_call("~ '!'"), "<assistant>Let me look.[weather {'city': 'Rome'}!][time {}!]<tool>Sunny<tool>Noon"),
+        # As in DeepSeek's: arguments are text.
+        (each_call("+ '!'"), '<assistant>Let me look.[weather {"city": "Rome"}!][time {}!]<tool>Sunny<tool>Noon'),
+        # As in DeepSeek R1's: a message has a text or calls.
+        ("{% if m.content is none %}" + each_call("| tojson") + "{% endif %}",
+         '<assistant>Let me look.<assistant>[weather {"city": "Rome"}][time {}]<tool>Sunny<tool>Noon'),
+        # As in Llama 3's.
+        (ONE_CALL,
+         '<assistant>Let me look.[weather {"city": "Rome"}]<tool>Sunny<assistant>[time {}]<tool>Noon'),
+        # As in gpt-oss's: the first call alone, and no text beside reasoning.
+        ("{% if m.tool_calls %}{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
+         "{{ m.thinking }} [{{ m.tool_calls[0].function.name }}]{% endif %}",
+         "<assistant>Which city?\n\nLet me look. [weather]<tool>Sunny<assistant> [time]<tool>Noon"),
+        # As in SmolLM3's: no calls.
+        ("", '<assistant>Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+         '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call><tool>Sunny<tool>Noon'),
+    ],
+)  # fmt: skip
+def test_calls_are_in_the_prompt_of_each_template(per_message, expected):
+    """Templates that refuse calls, or leave some out, get them in another form."""
+    rendered = Template(each_message(per_message))(ASKED, CALLING, *RESULTS)
+    assert rendered == "<user>What is the weather?" + expected
+
+
+def test_a_call_without_a_result_is_kept_if_calls_are_divided():
+    rendered = Template(each_message(ONE_CALL))(ASKED, CALLING, RESULTS[1])
+    assert rendered.endswith('[weather {"city": "Rome"}]<assistant>[time {}]<tool>Noon')
+
+
+def test_a_refusal_that_no_revision_ends_is_the_first_one():
+    refusing = "{{ raise_exception(messages | length ~ ' messages') }}"
+    with pytest.raises(ValueError, match="refuses these messages: 4 messages"):
+        Template(refusing)(ASKED, CALLING, *RESULTS)
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_reasoning_is_found_under_each_name(given, read):
+    said = {"role": "assistant", "content": "Red.", given: "Which one?"}
+    rendered = Template(each_message(f"{{{{ m.{read} }}}}"))(ASKED, said)
+    assert rendered == "<user>What is the weather?<assistant>Red.Which one?"
+
+
 def chat_tokenizer(kind):
     inner, _ = tokenizer_kinds.made(kind)
     inner = Tokenizer.from_str(inner.to_str())

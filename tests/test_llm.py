@@ -182,7 +182,7 @@ def test_chat_template_and_its_variables(llm):
 def test_chat_tools_and_their_calls(llm):
     template = (
         "{{ tools[0].function.name }}{% for m in messages %}{% for call in m.tool_calls or [] %}"
-        "{{ call.function.arguments.city }}{% endfor %}{{ m.content }}{% endfor %}"
+        "{{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}{{ m.content or '' }}{% endfor %}"
     )
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
@@ -190,10 +190,10 @@ def test_chat_tools_and_their_calls(llm):
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    assert rendered(llm, messages, tools=tools, chat_template=template) == ["weatherHiRome"]
+    assert rendered(llm, messages, tools=tools, chat_template=template) == ["weatherHiweather Rome"]
     call["function"]["arguments"] = "{"
     cut_off = rendered(llm, messages, tools=tools, chat_template=template.replace(".city", ""))
-    assert cut_off == ["weatherHi{"]
+    assert cut_off == ["weatherHiweather {"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class ChatMessage(Open):
             raise invalid("messages", "tool_call_id is required in a message of a tool")
         role = "system" if self.role == "developer" and not knows_developers else self.role
         message: JsonObject = {"role": role, "content": self.text}
-        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        for name in ("name", "reasoning_content", "reasoning"):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         if self.tool_calls:

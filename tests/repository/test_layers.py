@@ -26,6 +26,7 @@ LAYERS = [
     ["jpaged.flags"],
     ["jpaged.core"],
     ["jpaged.models", "jpaged.tokenizer", "jpaged.gguf_tokenizer", "jpaged.replay"],
+    ["jpaged.chat_revisions"],
     ["jpaged.chat", "jpaged.structured"],
     ["jpaged.runtime", "jpaged.demo"],
     ["jpaged.engine", "jpaged.parallel"],

@@ -91,6 +91,7 @@ def test_prompts_of_mistral_common_are_parsed_back(written):
 ROME = [("weather", '{"city": "Rome"}')]
 NOON = [("time", "{}")]
 V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+NESTED = '<tool_call>{"name": "time", "arguments": {"x": '
 XML = "<function=weather><parameter=city>Rome</parameter>"
 
 
@@ -152,6 +153,15 @@ def test_unusual_text_gives_content_and_calls(name, written, content, found):
 
 
 @pytest.mark.parametrize(
+    "name, head", [("pythonic", "[time(x="), ("gemma4", "<|tool_call>call:time{x:"), ("hermes", NESTED)]
+)
+def test_a_value_in_endless_lists_breaks_off(name, head):
+    content, found = parsed(name, [head + "[" * 5000])
+    arguments = found[0][1]
+    assert len(found) == 1 and arguments.count("[") + content.count("[") == 5000
+
+
+@pytest.mark.parametrize(
     "key, written, given",
     [
         ("city", "7", '"7"'), ("city", "null", '"null"'), ("city", "", '""'), ("unit", "C", '"C"'),
@@ -159,6 +169,8 @@ def test_unusual_text_gives_content_and_calls(name, written, content, found):
         ("days", "many", '"many"'), ("days", '"7"', '"\\"7\\""'), ("ratio", "7", "7"), ("ratio", "1e3", "1000.0"),
         ("ratio", "NaN", '"NaN"'), ("dry", "true", "true"), ("dry", "False", "false"), ("dry", "1", '"1"'),
         ("tags", '["a"]', '["a"]'), ("tags", "a", '"a"'), ("more", '{"a": [1]}', '{"a": [1]}'),
+        ("tags", "['a', \"b\"]", '["a", "b"]'), ("more", "{'a': (1, None)}", '{"a": [1, null]}'),
+        ("tags", "['a'", '"[\'a\'"'), ("tags", "['a'] b", '"[\'a\'] b"'), ("tags", "[" * 3000, f'"{"[" * 3000}"'),
         ("note", "null", "null"), ("note", "None", "null"), ("note", "so", '"so"'), ("other", "7", '"7"'),
     ],
 )  # fmt: skip

@@ -19,9 +19,12 @@ SIGNS: Mapping[str, str | None] = {
     r"<tool_call>(?s:.*)<function=|<function=(?s:.*)<tool_call>": "qwen3_coder",
     r"</arg_key><arg_value>": "glm47",
     r"<tool_call>(?s:.*)<arg_key>|<arg_key>(?s:.*)<tool_call>": "glm45",
+    r"\]<\]minimax\[>\[": None,  # MiniMax M3: tags with a prefix
+    r"<tool_calls>\[": None,  # Apriel: a list
     r"<tool_call>": "hermes",
     r"\[func_name1\((?s:.*)<\|header_start\|>|<\|header_start\|>(?s:.*)\[func_name1\(": "llama4_pythonic",
     r"\[func_name1\(": "pythonic",
+    r"<function=": None,  # Functionary: JSON in a tag
     # A call has "parameters" right after "name". A tool's definition has "description" between them.
     r"python_tag|" + r'"name\\?":[^,]*,[^,"]*"parameters': "llama3_json",
 }

@@ -50,8 +50,9 @@ PYTHONIC = Form(PythonList(), begins=_python_begins)
 LLAMA_JSON = Form(
     JsonObject(ARGUMENTS[1]), separator="; ", prefix="<|python_tag|>", begins=lambda names: r'\{"name":', is_json=True
 )
-MISTRAL_CALL = NamedJson(between="[ARGS]", pattern=r"(\[CALL_ID\]\w+)?(\[ARGS\])?\s*")
-MISTRAL_NAMED = Form(JsonList(MISTRAL_CALL, writes_named=True), start="[TOOL_CALLS]", marks=("[CALL_ID]",), ids=SHORT)
+MISTRAL_CALL = NamedJson(between="[ARGS]", pattern=r"(\[CALL_ID\]\w+)?(\[ARGS\])?\s*", id_mark="[CALL_ID]")
+MISTRAL_LIST = JsonList(MISTRAL_CALL, item=JsonObject(may_have_id=True))
+MISTRAL_NAMED = Form(JsonList(MISTRAL_CALL, writes_named=True), start="[TOOL_CALLS]", ids=SHORT)
 HARMONY_HEADER = r"\s*(<\|channel\|>commentary)?\s*(<\|constrain\|>)?\s*(json)?\s*<\|message\|>\s*"
 
 FORMS: Mapping[str, Form] = {
@@ -93,7 +94,7 @@ FORMS: Mapping[str, Form] = {
         end="\n</minimax:tool_call>", repeats=True,
     ),
     "mistral": Form(
-        JsonList(MISTRAL_CALL), start="[TOOL_CALLS]", ids=SHORT, variant=("[ARGS]", MISTRAL_NAMED),
+        MISTRAL_LIST, start="[TOOL_CALLS]", ids=SHORT, variant=("[ARGS]", MISTRAL_NAMED),
     ),
     "openai": Form(
         NamedJson(between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),

@@ -112,10 +112,9 @@ class GemmaCall:
 
     def _value(self, reader: CallReader) -> Reading[None]:
         character = yield from reader.peek()
-        if character == "{":
-            yield from self._object(reader)
-        elif character == "[":
-            yield from self._list(reader)
+        if character in "{[":
+            with reader.nested():
+                yield from self._object(reader) if character == "{" else self._list(reader)
         elif character == '"':
             yield from reader.string()
             reader.append(reader.text[: reader.at])

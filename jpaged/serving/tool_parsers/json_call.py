@@ -15,6 +15,7 @@ from jpaged.serving.tool_parsers.schema import arguments_of, json_rule
 
 ARGUMENTS = ("arguments", "parameters")  # both words are accepted in every form
 NAME = frozenset(string.ascii_letters + string.digits + "_.-")  # as in `Function.name`
+ID = "/[a-zA-Z0-9]{9}/"  # of Mistral
 MAX_BETWEEN = 80  # characters between a name and its arguments
 
 
@@ -27,9 +28,11 @@ class JsonObject:
 
     Attributes:
         arguments: the word for arguments that chat templates write.
+        may_have_id: chat templates write Mistral's id behind the arguments.
     """
 
     arguments: str = ARGUMENTS[0]
+    may_have_id: bool = False
     is_list = False
 
     @property
@@ -78,7 +81,8 @@ class JsonObject:
 
     def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
         """Return the rule of the arguments and the end of the object."""
-        return [f"{name}: {json_rule(arguments_of(function))} {spell('}')}"]
+        own_id = f"""({spell(', "id": "')} {ID} {spell('"')})?""" if self.may_have_id else ""
+        return [f"{name}: {json_rule(arguments_of(function))} {own_id} {spell('}')}"]
 
 
 OBJECT = JsonObject()
@@ -94,19 +98,21 @@ class NamedJson:
         pattern: regular expression of all texts that may stand there.
         has_index: chat templates write a colon and the index of the call behind the name.
         after: text after the arguments, as chat templates write it; it may be missing.
+        id_mark: mark in front of Mistral's id, which some templates write behind the name; "": none.
     """
 
     between: str
     pattern: str
     before: str = ""
     after: str = ""
+    id_mark: str = ""
     has_index: bool = False
     is_list = False
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Texts that may hold marks."""
-        return (self.between, self.after)
+        return (self.between, self.after, self.id_mark)
 
     def read(self, reader: CallReader) -> Reading[None]:
         """Read a call."""
@@ -134,7 +140,10 @@ class NamedJson:
     def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
         """Return the rule of the text behind the name."""
         index = '":" /[0-9]{1,4}/' if self.has_index else ""
-        return [f"{name}: {index} {spell(self.between)} {json_rule(arguments_of(function))} {spell(self.after)}"]
+        own_id = f"({spell(self.id_mark)} {ID})?" if self.id_mark else ""
+        return [
+            f"{name}: {index} {own_id} {spell(self.between)} {json_rule(arguments_of(function))} {spell(self.after)}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -144,10 +153,12 @@ class JsonList:
     Attributes:
         named: form of calls that models write in its place.
         writes_named: chat templates write `named`, and not a list.
+        item: form of an item.
     """
 
     named: NamedJson | None = None
     writes_named: bool = False
+    item: JsonObject = OBJECT
 
     @property
     def is_list(self) -> bool:
@@ -163,14 +174,14 @@ class JsonList:
         """Read a list."""
         character = yield from reader.peek()
         if character == "{":
-            yield from OBJECT.read(reader)
+            yield from self.item.read(reader)
             return
         if character != "[" and self.named is not None:
             yield from self.named.read(reader)
             return
 
         def item() -> Reading[None]:
-            yield from OBJECT.read(reader)
+            yield from self.item.read(reader)
             reader.take()
 
         yield from reader.items(item)
@@ -185,7 +196,7 @@ class JsonList:
 
     @property
     def _written(self) -> JsonObject | NamedJson:
-        return self.named if self.writes_named and self.named else OBJECT
+        return self.named if self.writes_named and self.named else self.item
 
 
 def read_object(reader: CallReader) -> Reading[None]:

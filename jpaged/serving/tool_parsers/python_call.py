@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.json_call import NAME
-from jpaged.serving.tool_parsers.pieces import SPACE, NotACall, Reading
+from jpaged.serving.tool_parsers.pieces import SPACE, End, NotACall, Reading
 from jpaged.serving.tool_parsers.reader import CallReader
 from jpaged.serving.tool_parsers.schema import in_order, json_rule, properties_of, types_of
 
@@ -80,13 +80,26 @@ class PythonList:
         reader.append("}")
 
 
+def json_of(literal: str) -> str | None:
+    """Return a literal of Python or JSON as JSON; None if a text is none."""
+    reader = CallReader((), lambda name, index: name)
+    reader.text, reader.ended = literal, True
+    try:
+        for _ in read_literal(reader):
+            pass
+    except (NotACall, End):
+        return None
+    return None if reader.text[reader.at :] else reader.parsed().calls[0].arguments
+
+
 def read_literal(reader: CallReader) -> Reading[None]:
     """Read a literal of Python or JSON, and emit it as JSON. Raise NotACall where it stops being one."""
     character = yield from reader.peek()
     if character in "\"'":
         yield from _read_string(reader)
     elif character in CLOSING:
-        yield from _read_items(reader)
+        with reader.nested():
+            yield from _read_items(reader)
     else:
         text = yield from reader.text_of(_until_end(reader))
         reader.append(WORDS.get(text) or _number(text))

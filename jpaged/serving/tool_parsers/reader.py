@@ -1,10 +1,13 @@
 """Reader of calls: text in pieces, and the calls and the content that are certain so far."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.calls import Parsed, ToolCallDelta
 from jpaged.serving.tool_parsers.pieces import NotACall, Pieces
+
+MAX_DEPTH = 100  # lists and objects in each other
 
 
 class CallReader(Pieces):
@@ -20,6 +23,7 @@ class CallReader(Pieces):
         self.functions = {function.name: function for function in functions}
         self.content = ""
         self.num_calls = 0
+        self._depth = 0
         self._new_id = new_id
         self._calls: dict[int, ToolCallDelta] = {}
 
@@ -43,6 +47,17 @@ class CallReader(Pieces):
             index = self.num_calls - 1
             call = self._calls.setdefault(index, ToolCallDelta(index, place=len(self.content)))
             call.arguments += arguments
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Read a list or an object. Raise NotACall if too many are around it."""
+        if self._depth == MAX_DEPTH:
+            raise NotACall
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def parsed(self) -> Parsed:
         """Return the events since the last ones."""

@@ -15,6 +15,7 @@ from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.json_call import NAME
 from jpaged.serving.tool_parsers.pieces import End, NotACall, Reading
+from jpaged.serving.tool_parsers.python_call import json_of
 from jpaged.serving.tool_parsers.raw_text import text_rules
 from jpaged.serving.tool_parsers.reader import CallReader
 from jpaged.serving.tool_parsers.schema import KINDS, json_rule, properties_of, types_of
@@ -69,21 +70,24 @@ class Tags:
         reader.append("}")
 
     def head(self, function: Function) -> str:
-        """Return the name with the text behind it."""
-        return function.name + self.name_end
+        """Return the name with the text behind it, without a newline at its end."""
+        return function.name + self.name_end.rstrip("\n")
 
     def rules(self, function: Function, name: str, spell: Spell) -> list[str]:
-        """Return the rules of a call: its arguments in the order of the schema."""
+        """Return the rules of a call: its arguments in the order of the schema.
+
+        Newlines may be missing except around values: GLM's templates differ in them.
+        """
         schemas, required = properties_of(function)
-        rules, parts = [], ""
+        rules, parts = [], _spell_loosely(self.name_end[len(self.name_end.rstrip("\n")) :], spell)
         for index, (key, schema) in enumerate(schemas.items()):
             value = f"{name}_{index}"
             if "string" in types_of(schema) or not types_of(schema):
                 rules += text_rules(schema, value, self.value_close, spell, self._next_lines)
             else:
                 rules.append(f"{value}: {json_rule(schema)} {spell(self.value_close)}")
-            head = spell(f"{self.key_open}{key}{self.key_close}{self.value_open}")
-            part = f"{head} {value} {spell(self.value_end)}".strip()
+            head = _spell_loosely(f"{self.key_open}{key}{self.key_close}", spell)
+            part = f"{head} {spell(self.value_open)} {value} {_spell_loosely(self.value_end, spell)}".strip()
             parts += f" {part}" if key in required else f" ({part})?"
         return [f"{name}: {parts} {spell(self.end)}", *rules]
 
@@ -136,6 +140,11 @@ class Tags:
         reader.append(converted(text.removesuffix("\n") if trims else text, types))
 
 
+def _spell_loosely(text: str, spell: Spell) -> str:
+    """Return the expression of a text whose newline at the end may be missing."""
+    return f"{spell(text.rstrip('\n'))} {'"\\n"?' if text.endswith('\n') else ''}".strip()
+
+
 def _read_text(reader: CallReader, mark: str, trims: bool, before: Sequence[str]) -> Reading[None]:
     """Emit the text up to a mark or to one of those in `before` as a JSON string; drop the last newline if `trims`."""
     held = ""
@@ -157,7 +166,8 @@ def converted(text: str, types: frozenset[str]) -> str:
     try:
         value = loads(text.strip())
     except ValueError:
-        value = WORDS.get(text.strip().lower(), text)
+        written = json_of(text.strip()) if text.strip().startswith(("[", "{")) else None  # Seed-OSS writes Python
+        value = WORDS.get(text.strip().lower(), text) if written is None else loads(written)
     if isinstance(value, float) and not math.isfinite(value):
         return _quoted(text)
     kind = KINDS.get(type(value), "null")

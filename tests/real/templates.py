@@ -1,0 +1,85 @@
+"""Chat templates of real models, from the package llama-cpp-python: 70 of them, each downloaded once."""
+
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jpaged.chat import Template, render
+from tests.real.packages import CACHE
+
+REQUIREMENT = "llama-cpp-python==0.3.36"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+MEMBER = re.compile(r".*/models/templates/([^/]+)\.jinja")
+# Marks at the end of a message of the assistant.
+TAIL = re.compile(r"(\s|<[^<>\n]*>|\[e~\[)*$")
+
+
+def templates() -> dict[str, str]:
+    """Return the sources by name."""
+    folder = CACHE / "templates"
+    if not folder.exists():
+        _download(folder)
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+
+
+def _download(folder: Path) -> None:
+    wheels = CACHE / "wheels"
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--no-binary", ":all:"]
+    subprocess.run([*pip, "--dest", str(wheels), REQUIREMENT], check=True)
+    (package,) = wheels.glob("llama_cpp_python-*.tar.gz")
+    scratch = folder.with_suffix(".part")
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(package) as archive:
+        for member in archive:
+            if match := MEMBER.fullmatch(member.name):
+                content = archive.extractfile(member)
+                assert content is not None
+                (scratch / f"{match[1]}.jinja").write_bytes(content.read())
+    package.unlink()
+    scratch.rename(folder)
+
+
+def common_start(first: str, second: str) -> str:
+    """Return the longest text with which two texts begin."""
+    end = next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    return first[:end]
+
+
+class Output(NamedTuple):
+    """Message of the assistant as a model would have written it.
+
+    Attributes:
+        prompt: text in front of it, with the beginning of the message.
+        text: with the marks at the end of the message.
+    """
+
+    prompt: str
+    text: str
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the template divides the message into several."""
+        header = self.prompt[self.prompt.rfind("<") :].strip()
+        return len(header) > 3 and header in self.text
+
+
+def output(source: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Output:
+    """Return the last message, which is the assistant's, as a template writes it."""
+    template = Template(source, SPECIAL)
+    whole = render(template, messages, tools=tools, add_generation_prompt=False)
+    before = render(template, messages[:-1], tools=tools, add_generation_prompt=False)
+    header = render(template, messages[:-1], tools=tools)
+    before = common_start(before, common_start(whole, header))  # some templates end each conversation with a mark
+    header = header.removeprefix(before)
+    # A template may begin the message in another way when it asks for one: up to a mark, both are equal.
+    ends = [end for end in range(len(header) + 1) if end == len(header) or header[:end].endswith((">", "]", "\n"))]
+    begin = len(before) + max((end for end in ends if whole.startswith(header[:end], len(before))), default=0)
+    if whole.startswith("</think>", begin):  # as in a prompt that asks for no reasoning
+        begin += len("</think>")
+    return Output(whole[:begin], whole[begin:])

@@ -2,7 +2,7 @@
 # make test-fast leaves out servers, commands, whole engines and GPU compilers; make test-deep runs the exhaustive tests.
 # make test-ray installs Ray and tests `jpaged serve --ray`; make test-tunix installs Tunix and runs its learner.
 # make test-clients drives the server by client packages, which uv and npm install (20 GB); see tests/clients/README.md.
-# make test-real downloads two small models and compares their answers with those of transformers.
+# make test-real downloads small models, vocabularies and chat templates, and compares with transformers and llama.cpp.
 # make test-extras resolves the requirements of every extra, and installs none.
 # make docs: build the API reference into build/api
 # make dist REPOSITORY=https://github.com/owner/jpaged builds the distributions of the last commit into dist

@@ -21,6 +21,18 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 LLAMA3 = rf"{_SHORT}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_SHORT}|{_BEFORE}\p{{L}}+|\p{{N}}|{_REST}"
+QWEN35 = rf"{_SHORT}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SEED = rf"{_SHORT}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_IDEOGRAPHS = r"[一-龥ࠀ-一가-퟿]+"
+_WIDE = r"\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"  # punctuation
+DEEPSEEK = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", rf"\s?[!-/:-~{_WIDE}]+", r"\s+$", _IDEOGRAPHS, r"\p{N}+",
+)  # fmt: skip
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+DEEPSEEK3 = (
+    r"\p{N}{1,3}", r"[一-龥\u3040-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
 TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_WITH_SLASH}"
 GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
 
@@ -49,6 +61,12 @@ WORDS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), Words((LLAMA3,), True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Words((LLAMA3,))),
     "qwen2": Words((QWEN2,), nfc=True),
+    "qwen35": Words((QWEN35,), nfc=True),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), Words((LLAMA3,))),
+    "deepseek-llm": Words(DEEPSEEK),
+    "deepseek-coder": Words(DEEPSEEK_CODER),
+    "deepseek-v3": Words(DEEPSEEK3),
+    "seed-coder": Words((SEED,)),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open"), Words((QWEN2,))),
     "tekken": Words((TEKKEN,), True, True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Words((GPT4O,))),

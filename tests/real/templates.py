@@ -1,46 +1,20 @@
-"""Chat templates of real models, from the package llama-cpp-python: 70 of them, each downloaded once."""
+"""Real chat templates, and the messages that they write."""
 
 import re
-import subprocess
-import sys
-import tarfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jpaged.chat import Template, render
-from tests.real.packages import CACHE
+from tests.real.llama_cpp import folder_of
 
-REQUIREMENT = "llama-cpp-python==0.3.36"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-MEMBER = re.compile(r".*/models/templates/([^/]+)\.jinja")
 # Marks at the end of a message of the assistant.
 TAIL = re.compile(r"(\s|<[^<>\n]*>|\[e~\[)*$")
 
 
 def templates() -> dict[str, str]:
     """Return the sources by name."""
-    folder = CACHE / "templates"
-    if not folder.exists():
-        _download(folder)
-    return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
-
-
-def _download(folder: Path) -> None:
-    wheels = CACHE / "wheels"
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--no-binary", ":all:"]
-    subprocess.run([*pip, "--dest", str(wheels), REQUIREMENT], check=True)
-    (package,) = wheels.glob("llama_cpp_python-*.tar.gz")
-    scratch = folder.with_suffix(".part")
-    scratch.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(package) as archive:
-        for member in archive:
-            if match := MEMBER.fullmatch(member.name):
-                content = archive.extractfile(member)
-                assert content is not None
-                (scratch / f"{match[1]}.jinja").write_bytes(content.read())
-    package.unlink()
-    scratch.rename(folder)
+    return {path.stem: path.read_text() for path in sorted(folder_of("templates").iterdir())}
 
 
 def common_start(first: str, second: str) -> str:

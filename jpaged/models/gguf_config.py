@@ -24,6 +24,7 @@ REQUIRED = (
     "embedding_length", "block_count", "context_length", "feed_forward_length", "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
+WITHOUT_MLP = ("feed_forward_length", "qwen35moe")  # a mixture in every layer
 # Fields whose 0 means that the model has none. An architecture that does not read one of them refuses other values.
 OPTIONAL = {
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
@@ -39,7 +40,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, -1), "nextn_predict_layers": (0,),
 }  # fmt: skip
 # Fields above that an architecture has with other values.
-READS = {"mistral3": ("attention.temperature_scale",), "qwen2moe": ("expert_shared_feed_forward_length",)}
+READS = {
+    "mistral3": ("attention.temperature_scale",),
+    "qwen2moe": ("expert_shared_feed_forward_length",),
+    "granitemoe": ("expert_shared_feed_forward_length",),
+    "qwen35": ("nextn_predict_layers",),
+    "qwen35moe": ("expert_shared_feed_forward_length", "nextn_predict_layers"),
+    "glm4moe": (
+        "expert_shared_count", "expert_group_count", "expert_gating_func", "expert_weights_scale",
+        "leading_dense_block_count", "nextn_predict_layers",
+    ),
+}  # fmt: skip
 END_OF_TURN = (  # texts of tokens that end an answer, which most files do not mark in another way
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
@@ -75,7 +86,7 @@ def _value(file: GgufFile, name: str, default: float | None = None) -> Any:
 def _common(file: GgufFile) -> Hf:
     """Return the fields that all architectures have."""
     for name in REQUIRED:
-        if f"{file.architecture}.{name}" not in file.fields:
+        if f"{file.architecture}.{name}" not in file.fields and (name, file.architecture) != WITHOUT_MLP:
             file.fail(f"{file.architecture}.{name}", "is missing")
     for name, accepted in NEUTRAL.items():
         if name in READS.get(file.architecture, ()):
@@ -100,6 +111,9 @@ def _common(file: GgufFile) -> Hf:
     hf |= {ours: value for name, ours in OPTIONAL.items() if (value := _value(file, name, 0))}
     if (length := _value(file, "attention.value_length")) not in (None, hf["head_dim"]):
         file.fail(f"{file.architecture}.attention.value_length", f"must be the key length, not {length}")
+    if type(last := _value(file, "nextn_predict_layers", 0)) is not int or not 0 <= last < layers:
+        file.fail(f"{file.architecture}.nextn_predict_layers", f"must be from 0 to {layers - 1}, not {last}")
+    hf["num_hidden_layers"] -= last  # these predict several tokens, and are not used
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     hf["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
@@ -249,8 +263,57 @@ def _scalar(file: GgufFile, hf: Hf, layers_of_27b: int) -> float:
     return scalar
 
 
-def _glm4(file: GgufFile, hf: Hf) -> Hf:
-    return _named("Glm4ForCausalLM", "glm4")(file, {"partial_rotary_factor": 1.0} | hf)
+def _glm(file: GgufFile, hf: Hf) -> Hf:
+    named = ("Glm4ForCausalLM", "glm4") if file.architecture == "glm4" else ("GlmForCausalLM", "glm")
+    return _named(*named)(file, {"partial_rotary_factor": 1.0} | hf)
+
+
+def _glm4moe(file: GgufFile, hf: Hf) -> Hf:
+    """GLM-4.5. Files without a kind of gate have that of this model, sigmoids."""
+    if (gate := _value(file, "expert_gating_func", 2)) != 2:
+        file.fail("glm4moe.expert_gating_func", f"must be 2, sigmoids, not {gate}")
+    counts = {
+        "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+    }  # fmt: skip
+    own = {ours: _value(file, name, 0) for ours, name in counts.items()}
+    own |= {
+        "routed_scaling_factor": _value(file, "expert_weights_scale", 1.0),
+        "n_group": _value(file, "expert_group_count", 1), "topk_group": _value(file, "expert_group_used_count", 1),
+        "norm_topk_prob": file.flag("glm4moe.expert_weights_norm", True),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }  # fmt: skip
+    return _named("Glm4MoeForCausalLM", "glm4_moe")(file, {"partial_rotary_factor": 1.0} | hf | own)
+
+
+def _qwen35(file: GgufFile, hf: Hf) -> Hf:
+    """Qwen 3.5 and 3.6."""
+    heads = _value(file, "ssm.time_step_rank", 0)
+    sizes = {
+        "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+    }  # fmt: skip
+    own = {ours: size for ours, name in sizes.items() if (size := _value(file, name)) is not None}
+    own |= {"partial_rotary_factor": 1.0} | hf
+    own |= {
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": _value(file, "ssm.inner_size", 0) // max(heads, 1),
+    }
+    if file.length(listed := f"{file.architecture}.attention.recurrent_layers") is not None:
+        kinds = (file.items(listed) or [])[: hf["num_hidden_layers"]]
+        own["layer_types"] = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in kinds]
+    else:
+        own["full_attention_interval"] = _value(file, "full_attention_interval", 4)
+    if file.architecture == "qwen35":
+        return _named("Qwen3_5ForCausalLM", "qwen3_5_text")(file, own)
+    counts = {
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    }  # fmt: skip
+    own |= {ours: _value(file, name, 0) for ours, name in counts.items()}
+    return _named("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")(file, own)
 
 
 def _phi3(file: GgufFile, hf: Hf) -> Hf:
@@ -258,10 +321,20 @@ def _phi3(file: GgufFile, hf: Hf) -> Hf:
 
 
 def _granite(file: GgufFile, hf: Hf) -> Hf:
-    if not file.flag("granite.rope.scaling.finetuned", True):
-        file.fail("granite.rope.scaling.finetuned", "must be true: models without rotary embedding are not supported")
-    neutral = {"attention_multiplier": max(hf["head_dim"], 1) ** -0.5, "residual_multiplier": 1.0}
-    return _named("GraniteForCausalLM", "granite")(file, neutral | hf)
+    """Granite, and its mixtures with and without an expert that all tokens share."""
+    if not file.flag(field := f"{file.architecture}.rope.scaling.finetuned", True):
+        file.fail(field, "must be true: models without rotary embedding are not supported")
+    hf = {"attention_multiplier": max(hf["head_dim"], 1) ** -0.5, "residual_multiplier": 1.0} | hf
+    if file.architecture == "granite":
+        return _named("GraniteForCausalLM", "granite")(file, hf)
+    hf |= {
+        "num_local_experts": _value(file, "expert_count", 0),
+        "num_experts_per_tok": _value(file, "expert_used_count", 0),
+    }
+    if shared := _value(file, "expert_shared_feed_forward_length", 0):
+        named = _named("GraniteMoeSharedForCausalLM", "granitemoeshared", shared_intermediate_size=shared)
+        return named(file, hf)
+    return _named("GraniteMoeForCausalLM", "granitemoe")(file, hf)
 
 
 def _gpt_oss(file: GgufFile, hf: Hf) -> Hf:
@@ -285,12 +358,17 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Hf], Hf]] = {
     "qwen3": _named("Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "glm4": _glm4,
+    "chatglm": _glm,
+    "glm4": _glm,
+    "glm4moe": _glm4moe,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,
+    "granitemoe": _granite,
     "gpt-oss": _gpt_oss,
     "smollm3": _named("SmolLM3ForCausalLM", "smollm3"),
 }

@@ -148,6 +148,99 @@ class GgufStack:
         return DerivedTensor(shape, "", lambda index: _stacked(members, index))
 
 
+@dataclass(frozen=True)
+class GgufColumns:
+    """Matrix in a file whose columns, in equal parts, stand in another order: a `StoredTensor` [out, in].
+
+    Attributes:
+        order: part of `stored` that is each part.
+    """
+
+    stored: GgufWeight
+    order: np.ndarray
+
+    def get_shape(self) -> list[int]:
+        """Return [out, in]."""
+        return self.stored.get_shape()
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype of the elements."""
+        return self.stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the tensor."""
+        return self._ordered(self.stored, index)
+
+    @property
+    def kept(self) -> Format | None:
+        """Form in which the weight can stay as it is; None if it is not quantized, or parts cut its groups."""
+        form = self.stored.kept
+        width = self.get_shape()[1] // len(self.order)
+        return form if form and form.group and width % form.group == 0 else None
+
+    def leaf(self, field: str, form: Format) -> DerivedTensor:
+        """Return an array of the weight in a form, by its name in `pallas_kernels.Weight`."""
+        stored = self.stored.leaf(field, form)
+        return DerivedTensor(stored.shape, stored.dtype, lambda index: self._ordered(stored, index))
+
+    def _ordered(self, stored: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+        rows = stored[index[0], slice(None)]
+        parts = rows.reshape(len(rows), len(self.order), -1)[:, self.order]
+        return parts.reshape(rows.shape)[:, *index[1:]]
+
+
+@dataclass(frozen=True)
+class GgufJoin:
+    """Tensors of a file one after the other: a `StoredTensor`.
+
+    Attributes:
+        axis: of the join.
+    """
+
+    members: "tuple[GgufWeight | GgufStack, ...]"
+    axis: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return self._shape(self.members)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype of the elements."""
+        dtypes = {member.get_dtype() for member in self.members}
+        return dtypes.pop() if len(dtypes) == 1 else "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the tensor."""
+        return self._joined(self.members, index)
+
+    @property
+    def kept(self) -> Format | None:
+        """Form in which the weights can stay as they are; None if they have none in common."""
+        forms = {member.kept for member in self.members}
+        return forms.pop() if len(forms) == 1 else None
+
+    def leaf(self, field: str, form: Format) -> DerivedTensor:
+        """Return an array of the weights in a form, by its name in `pallas_kernels.Weight`."""
+        members = tuple(member.leaf(field, form) for member in self.members)
+        return DerivedTensor(tuple(self._shape(members)), "", lambda index: self._joined(members, index))
+
+    def _shape(self, members: Sequence[StoredTensor]) -> list[int]:
+        shapes = [member.get_shape() for member in members]
+        return [sum(sizes) if axis == self.axis else sizes[0] for axis, sizes in enumerate(zip(*shapes, strict=True))]
+
+    def _joined(self, members: Sequence[StoredTensor], index: tuple[slice, ...]) -> np.ndarray:
+        index += (slice(None),) * (self.axis + 1 - len(index))
+        low, high, _ = index[self.axis].indices(sum(member.get_shape()[self.axis] for member in members))
+        parts, begin = list[np.ndarray](), 0
+        for member in members:
+            end = begin + member.get_shape()[self.axis]
+            if low < end and begin < high:
+                own = slice(max(low, begin) - begin, min(high, end) - begin)
+                parts.append(member[(*index[: self.axis], own, *index[self.axis + 1 :])])
+            begin = end
+        return np.concatenate(parts, self.axis)
+
+
 def _stacked(members: Sequence[StoredTensor], index: tuple[slice, ...]) -> np.ndarray:
     """Return a part of the tensor whose first axis is that of the members."""
     experts, *rest = index

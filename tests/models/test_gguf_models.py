@@ -1,8 +1,11 @@
 """Models in GGUF against the same models in safetensors: every architecture, and every kind of tensors."""
 
+import hashlib
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -10,38 +13,24 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
-from jpaged.gguf_file import FLOATS, QUANTIZED, open_gguf
+from jpaged.gguf_file import FLOATS, QUANTIZED, GgufFile, open_gguf
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, load_safetensors, tensors_of
 from jpaged.models.gguf_checkpoint import load_gguf
+from jpaged.models.gguf_config import hf_of, read_gguf_config
+from jpaged.models.gguf_names import named_tensors
 from jpaged.models.interleaved import joined_shapes, separated
-from jpaged.models.layers import weight_of
+from jpaged.models.layers import MINIMUM, SCALE, weight_of
 from jpaged.models.rope import inverse_frequencies
 from jpaged.models.safetensors_files import DerivedTensor
 from jpaged.rl.causal import logits as causal_logits
 from jpaged.runtime.parameters import by_name
 from pallas_kernels import takes_weight
-from pallas_kernels.weights import Format
+from pallas_kernels.weights import Format, Weight
 from tests.support import architectures, checkpoints, gguf_models
+from tests.support.gguf_cases import CASES
 
-LLAMA3 = ("llama3", "llama3-new")
-# Cases that a file in GGUF can describe. Windows of Mistral and Qwen and layers of Qwen 3 without experts are none.
-CASES = {
-    **{name: checkpoints.CASES[name] for name in ("llama2", "gqa-tied", "biases", "linear", "yarn", *LLAMA3)},
-    **{name: architectures.CASES[name] for name in (
-        "mistral", "qwen2", "qwen3", "phi3-short", "phi3-long", "phi3-window", "olmo2", "granite", "qwen3-moe",
-        "olmo3", "olmo3-types", "ministral3",
-        "glm4",
-    )},
-    "mixtral": architectures.CASES["mixtral"] | {"rope_theta": 1e6},
-    "qwen2-moe": architectures.CASES["qwen2-moe"] | {"norm_topk_prob": False},
-    # The size of heads is the scalar, except in models of 27B.
-    **{name: architectures.CASES[name] | {"query_pre_attn_scalar": 32} for name in (
-        "gemma2", "gemma3", "gemma3-types",
-    )},
-    "gpt-oss": architectures.CASES["gpt-oss"],
-    "smollm3": architectures.CASES["smollm3"] | {"no_rope_layer_interval": 4, "rope_theta": 2e6},
-}  # fmt: skip
+ROUNDED = re.compile(r"rope_freqs\.weight|blk\.\d+\.ssm_a")  # computed by other functions
 
 
 def write(directory, hf) -> dict[str, np.ndarray]:
@@ -71,10 +60,52 @@ def test_every_architecture_but_opt_is_written():
     written = {hf["architectures"][0] for hf in CASES.values()}
     # Text parts have the names of their decoders in GGUF, and llama.cpp has no windows of Ministral.
     others = {"OPTForCausalLM", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
-    others |= {"MinistralForCausalLM", "GlmForCausalLM", "Glm4MoeForCausalLM"}
-    others |= {"GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"}
-    others |= {f"Qwen3_5{kind}For{task}" for kind in ("", "Moe") for task in ("CausalLM", "ConditionalGeneration")}
+    others |= {"MinistralForCausalLM", *(f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe"))}
     assert {each.config.architecture for each in registry.architectures()} == written | others
+
+
+CONVERTED = json.loads((Path(__file__).parents[1] / "fixtures" / "gguf.json").read_text())
+
+
+def test_tensors_are_those_of_llama_cpps_converter(case, request):
+    """The files of these tests, which `jpaged.models` reads, are those that people have."""
+    found = {
+        name: [[size for size in tensor.shape if size > 1], hashlib.sha256(tensor.data.tobytes()).hexdigest()[:12]]
+        for name, tensor in open_gguf(case[1]).tensors.items()
+    }
+    wanted = CONVERTED[request.node.callspec.params["case"]]["tensors"]
+    exact = {
+        name: [[size for size in shape if size > 1], digest]
+        for name, (shape, digest) in wanted.items()
+        if not ROUNDED.fullmatch(name)
+    }
+    assert {name: each for name, each in found.items() if not ROUNDED.fullmatch(name)} == exact
+    assert found.keys() == wanted.keys()
+
+
+# Models whose converter leaves out fields that llama.cpp reads.
+UNDESCRIBED = dict.fromkeys(("gemma3", "gemma3-types"), "the converter expects a pattern of 6 layers") | {
+    "glm": "the converter takes the lengths and norms of the model's first form"
+}
+
+
+class Converted(GgufFile):
+    """A file with other fields, some of which are lists."""
+
+    def length(self, name):
+        return len(self.fields[name]) if isinstance(self.fields.get(name), list) else None
+
+    def items(self, name):
+        return self.fields.get(name)
+
+
+def test_config_of_llama_cpps_converter_is_the_same(case, request):
+    name, file = request.node.callspec.params["case"], open_gguf(case[1])
+    if name in UNDESCRIBED:
+        pytest.skip(UNDESCRIBED[name])
+    fields = CONVERTED[name]["fields"] | {"general.architecture": file.architecture}
+    short = {name: float(str(np.float32(x))) if isinstance(x, float) else x for name, x in fields.items()}
+    assert hf_of(Converted(file.path, short, file.tensors, file.data)) == read_gguf_config(case[1])
 
 
 def test_config_and_parameters_are_those_of_the_safetensors(case):
@@ -94,8 +125,9 @@ def test_config_and_parameters_are_those_of_the_safetensors(case):
     theirs = by_name(load_safetensors(directory, registry.read_config(directory), Form("float32"), progress=False))
     assert ours.keys() == theirs.keys()
     for name, leaf in theirs.items():
-        is_shifted = "norm" in name and "gemma" in config.model_type  # the file has 1 + weight in float32
-        np.testing.assert_allclose(ours[name], leaf, rtol=0, atol=5e-7 * is_shifted, err_msg=name)
+        # The file has 1 + weight, and -exp(A_log), in float32.
+        is_rounded = "A_log" in name or ("norm" in name and config.model_type.startswith(("gemma", "qwen3_5")))
+        np.testing.assert_allclose(ours[name], leaf, rtol=0, atol=5e-7 * is_rounded, err_msg=name)
 
 
 @pytest.mark.deep
@@ -211,6 +243,62 @@ def weights(model) -> dict:
         if experts:
             found[f"blk.{i}.ffn_gate_inp.weight"] = weight_of(layer.mlp.gate)
     return found
+
+
+def all_weights(model) -> dict:
+    """The weights of a model by their names in the module, without `.weight` at the end."""
+    leaves = by_name(model)
+    return {
+        name.removesuffix(".weight"): Weight(leaf, leaves.get(name + SCALE), leaves.get(name + MINIMUM))
+        for name, leaf in leaves.items()
+        if not name.endswith((SCALE, MINIMUM))
+    }
+
+
+def test_layers_that_predict_several_tokens_are_not_used(tmp_path):
+    hf, path = CASES["glm4-moe"], tmp_path / "model.gguf"
+    last = f"blk.{hf['num_hidden_layers']}.attn_norm.weight"
+    extra = lambda writer: writer.add_tensor(last, np.ones(64, np.float32))
+    gguf_models.write(path, hf, write(tmp_path / "hf", hf), more=extra)
+    config, file = registry.read_config(path), open_gguf(path)
+    assert last in named_tensors(file, config, {})
+    more = {"glm4moe.block_count": config.num_hidden_layers + 1, "glm4moe.nextn_predict_layers": 1}
+    file = replace(file, fields=file.fields | more)
+    assert hf_of(file)["num_hidden_layers"] == config.num_hidden_layers
+    assert last not in named_tensors(file, config, {}) and "blk.0.attn_norm.weight" in named_tensors(file, config, {})
+    with pytest.raises(ValueError, match=r"nextn_predict_layers: must be from 0 to \d+, not 99"):
+        hf_of(replace(file, fields=file.fields | {"glm4moe.nextn_predict_layers": 99}))
+
+
+WIDE_CASES = {
+    "granite-moe-shared": {"hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256,
+                           "head_dim": 64},
+    "qwen3.5": {"hidden_size": 256, "intermediate_size": 256, "linear_num_value_heads": 8, "linear_value_head_dim": 32,
+                "head_dim": 64},
+    "glm4-moe": {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_joined_and_reordered_weights_stay_as_they_are_stored(name, kind, tmp_path):
+    """Gate and up in one tensor, columns of heads in another order: scales move with their groups."""
+    hf = CASES[name] | WIDE_CASES[name]
+    gguf_models.write(tmp_path / "model.gguf", hf, write(tmp_path / "hf", hf), kind=kind)
+    config = registry.read_config(tmp_path / "model.gguf")
+    kept, dense = (
+        load_gguf(tmp_path / "model.gguf", config, Form("float32", keeps_groups=keeps), progress=False)
+        for keeps in (True, False)
+    )
+    ours, theirs = all_weights(kept), all_weights(dense)
+    assert ours.keys() == theirs.keys()
+    held = {path for path, weight in ours.items() if weight.values.dtype.itemsize == 1}
+    assert {path.rpartition(".")[2] for path in held} >= {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    assert name != "qwen3.5" or any(path.endswith(".out_proj") for path in held)
+    for path, weight in ours.items():
+        expected = np.asarray(theirs[path].values, np.float32)
+        atol = 2 * 2**-11 * np.abs(expected).max()  # in the K kinds, scales and minima are rounded to float16
+        np.testing.assert_allclose(np.asarray(weight.dense(np), np.float32), expected, rtol=0, atol=atol, err_msg=path)
 
 
 @pytest.mark.parametrize(("kind", "forms"), [

@@ -18,8 +18,12 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
     "granite": "granite", "smollm3": "smollm3", "olmo3": "olmo2", "ministral3": "mistral3",
-    "qwen2_moe": "qwen2moe", "glm4": "glm4", "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe", "glm4": "glm4", "gpt_oss": "gpt-oss", "glm": "chatglm", "glm4_moe": "glm4moe",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
+ROTARY = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}  # of heads
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3")
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
@@ -28,6 +32,12 @@ NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "input_layernorm": "attn_norm",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp", "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.output_linear": "ffn_down_exps", "shared_mlp.output_linear": "ffn_down_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }  # fmt: skip
 EXPERTS = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
@@ -41,6 +51,8 @@ def norm_names(hf: dict[str, Any]) -> dict[str, str]:
     if hf["model_type"] in ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss"):
         after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return after | {"pre_feedforward_layernorm": "ffn_norm"}
+    if hf["model_type"] in ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"):
+        return {"post_attention_layernorm": "post_attention_norm"}
     after = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}  # of GLM-4
     return after | {"post_attention_layernorm": "ffn_norm"}
 
@@ -62,10 +74,14 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
     heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf.get("num_key_value_heads", hf["num_attention_heads"])}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")
-        tensor = tensor.reshape(-1) if stem.endswith("shared_expert_gate") else tensor
-        if hf["model_type"].startswith("gemma") and stem.endswith("norm"):
+        if stem.endswith("shared_expert_gate") and hf["model_type"] == "qwen2_moe":
+            tensor = tensor.reshape(-1)
+        if hf["model_type"].startswith(("gemma", "qwen3_5")) and stem.endswith("norm") and "linear_attn" not in stem:
             tensor = tensor + np.float32(1)
-        if hf["model_type"] in ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3"):
+        if ".linear_attn." in name:
+            name, tensor = of_recurrence(hf, name, tensor)
+            stem, _, leaf = name.rpartition(".")
+        if hf["model_type"].startswith(PERMUTED):
             for part, count in heads.items():
                 tensor = permuted(tensor, count) if stem.endswith(part) else tensor
         if stem in TOP:
@@ -74,13 +90,52 @@ def renamed(hf: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, 
         if hf["model_type"] == "gpt_oss" and (found_one := of_gpt_oss(name)):
             found[found_one] = tensor
             continue
+        if name.startswith("blk."):
+            found[name] = tensor
+            continue
         layer, inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem).groups()
+        if leaf == "e_score_correction_bias":
+            found[f"blk.{layer}.exp_probs_b.bias"] = tensor
+            continue
+        if inner.endswith("input_linear"):  # gate and up
+            kind = "exps" if "sparse" in inner else "shexp"
+            for part, half in zip(("gate", "up"), np.split(tensor, 2, axis=-2)):
+                found[f"blk.{layer}.ffn_{part}_{kind}.weight"] = half
+            continue
         if expert := re.search(r"experts\.(\d+)\.(\w+)", inner):
             found.setdefault(f"blk.{layer}.{EXPERTS[expert[2]]}.{leaf}", {})[int(expert[1])] = tensor
         else:
             found[f"blk.{layer}.{names[inner]}.{leaf}"] = tensor
     stacked = lambda each: np.stack([each[i] for i in sorted(each)]) if isinstance(each, dict) else each
     return {name: stacked(each) for name, each in found.items()}
+
+
+def of_recurrence(hf: dict[str, Any], name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor of a recurrent layer with llama.cpp's values and order of heads, and its name."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".linear_attn.")
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    size, before = hf["linear_value_head_dim"], 2 * keys * hf["linear_key_head_dim"]
+    part = part.removesuffix(".weight")
+    if part in ("in_proj_qkv", "conv1d"):
+        tensor = np.concatenate([tensor[:before], tiled(tensor[before:], keys, values, size)])
+    elif part == "in_proj_z":
+        tensor = tiled(tensor, keys, values, size)
+    elif part == "out_proj":
+        tensor = tiled(tensor.T, keys, values, size).T
+    elif part != "norm":
+        tensor = tiled(tensor, keys, values, 1)
+    if part == "A_log":
+        return f"blk.{layer}.ssm_a", -np.exp(tensor)
+    if part == "dt_bias":
+        return f"blk.{layer}.ssm_dt.bias", tensor
+    return name, tensor[:, 0] if part == "conv1d" else tensor
+
+
+def tiled(rows: np.ndarray, keys: int, values: int, size: int) -> np.ndarray:
+    """Rows of heads of values, `size` each: the first head of each head of keys, then the second ones."""
+    heads = [rows[head * size : (head + 1) * size] for head in range(values)]
+    each = values // keys
+    return np.concatenate([heads[key * each + number] for number in range(each) for key in range(keys)])
 
 
 def of_gpt_oss(name: str) -> str | None:
@@ -102,16 +157,18 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
-    writer.add_feed_forward_length(hf["intermediate_size"])
+    if "intermediate_size" in hf:
+        writer.add_feed_forward_length(hf["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(hf.get("num_key_value_heads", heads))
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     if hf.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(
-        int(head_dim * hf.get("partial_rotary_factor", 0.5 if hf["model_type"] == "glm4" else 1))
-    )
+    rope = hf.get("rope_parameters") or {}
+    default = ROTARY.get(hf["model_type"], 1)
+    factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", default))
+    writer.add_rope_dimension_count(int(head_dim * factor))
     for name, add in {
         "attention_multiplier": writer.add_attention_scale, "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale, "logits_scaling": writer.add_logit_scale,
@@ -122,15 +179,32 @@ def add_fields(writer: gguf.GGUFWriter, hf: dict[str, Any]) -> None:
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "rope_local_base_freq": writer.add_rope_freq_base_swa,
+        "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_routed_experts": writer.add_expert_count, "n_shared_experts": writer.add_expert_shared_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale, "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count, 
+        "linear_key_head_dim": writer.add_ssm_state_size, "linear_num_key_heads": writer.add_ssm_group_count,
+        "linear_num_value_heads": writer.add_ssm_time_step_rank,
     }.items():  # fmt: skip
         if hf.get(name) is not None:
             add(hf[name])
+    if hf["model_type"] == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(hf.get("norm_topk_prob", True))
+    if hf["model_type"].startswith("qwen3_5"):
+        count, interval = hf["num_hidden_layers"], hf.get("full_attention_interval", 4)
+        kinds = hf.get("layer_types") or ["full_attention" if (i + 1) % interval == 0 else "" for i in range(count)]
+        recurrent = [kind != "full_attention" for kind in kinds]
+        writer.add_array(f"{ARCHITECTURES[hf['model_type']]}.attention.recurrent_layers", recurrent)
+        writer.add_ssm_conv_kernel(hf.get("linear_conv_kernel_dim", 4))
+        writer.add_ssm_inner_size(hf["linear_num_value_heads"] * hf["linear_value_head_dim"])
     if hf["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3", "gpt_oss"):
         writer.add_sliding_window(hf.get("sliding_window") or 0)
-    if hf["model_type"] == "gemma3_text" or (hf["model_type"] == "olmo3" and "layer_types" in hf):
+    if hf["model_type"] in ("gemma3_text", "olmo3"):
         types = hf.get("layer_types")
-        pattern = [each == "sliding_attention" for each in types] if types else hf["sliding_window_pattern"]
-        writer.add_sliding_window_pattern(pattern)
+        default = hf.get("sliding_window_pattern") or [(i + 1) % 4 > 0 for i in range(hf["num_hidden_layers"])]
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in types] if types else default)
     add_rope(writer, hf, head_dim)
 
 
@@ -150,6 +224,9 @@ def add_rope(writer: gguf.GGUFWriter, hf: dict[str, Any], head_dim: int) -> None
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(original)
+        if hf["model_type"] == "gpt_oss":
+            writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+            writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
         if "mscale_all_dim" in rope:
             writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         if "llama_4_scaling_beta" in rope:

@@ -85,6 +85,7 @@ def register(
     """Make the target `name`, unless it exists, and return its name.
 
     Args:
+        name: tells the target from all others: its code may have been written in another process.
         units: writes the code that counts the units of a call's work.
         work: writes the code of one unit, given its number. Units run at the same time.
         nanoseconds: writes the code that estimates the time of all units on one thread, after `units`. Little work
@@ -94,15 +95,19 @@ def register(
     with _lock:
         if name in _engines:
             return name
-        module = ir.Module(name)
-        module.triple = binding.get_default_triple()
-        unit = Code(module, "unit", VOID, [POINTER, I64])
-        unit.function.linkage = "internal"
-        work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
-        unit.builder.ret_void()
-        _handler(module, _take(module, unit), units, nanoseconds, finish)
+
+        def write() -> ir.Module:
+            module = ir.Module(name)
+            module.triple = binding.get_default_triple()
+            unit = Code(module, "unit", VOID, [POINTER, I64])
+            unit.function.linkage = "internal"
+            work(CallFrame(unit, unit.arguments[0]), unit.arguments[1])
+            unit.builder.ret_void()
+            _handler(module, _take(module, unit), units, nanoseconds, finish)
+            return module
+
         team.start(engine_of, _join)
-        engine = engine_of(module)
+        engine = engine_of(name, write)
         handler = ctypes.c_void_p(engine.get_function_address("handler"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
         _engines[name] = engine

@@ -36,21 +36,18 @@ def num_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start(compile: Callable[[ir.Module], Any], join: Callable[[Code, Value], None]) -> None:
+def start(compile: Callable[[str, Callable[[], ir.Module]], Any], join: Callable[[Code, Value], None]) -> None:
     """Start the threads, unless they run.
 
     Args:
-        compile: return the engine of a module, in which code can be called.
+        compile: return the engine of a module with a name, in which code can be called; it may write the module.
         join: write the code of a thread that works on an offered job.
     """
     with _started:
         if _engines:
             return
-        module = ir.Module("team")
-        module.triple = binding.get_default_triple()
-        _write_thread(module, join)
         binding.add_symbol(STATE, (ctypes.addressof(_state) + 63) // 64 * 64)
-        _engines.append(compile(module))
+        _engines.append(compile("team", lambda: _thread(join)))
         for kept in (_engines[0], _state):  # the threads still run when the interpreter ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         thread, create = ctypes.c_size_t(), ctypes.CDLL(None).pthread_create
@@ -81,8 +78,10 @@ def offer(code: Code, job: Value, work: Callable[[], None]) -> None:
         code.exchange(state, IN_USE, code.value(0, I64))
 
 
-def _write_thread(module: ir.Module, join: Callable[[Code, Value], None]) -> None:
-    """Write the endless function of a thread."""
+def _thread(join: Callable[[Code, Value], None]) -> ir.Module:
+    """Return a module with the endless function of a thread."""
+    module = ir.Module("team")
+    module.triple = binding.get_default_triple()
     code = Code(module, "thread", POINTER, [POINTER])
     state = _state_of(code)
     seen, spins = Variable(code.value(0, I64)), Variable(code.value(0, I64))
@@ -110,6 +109,7 @@ def _write_thread(module: ir.Module, join: Callable[[Code, Value], None]) -> Non
         with code.when(job.compare("==", 0)):
             code.add(state, TAKING, -1)
     code.builder.ret(ir.Constant(POINTER, None))
+    return module
 
 
 def taken(code: Code) -> None:

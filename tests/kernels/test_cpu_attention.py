@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import uuid
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,12 @@ def kinds(*usual):
 @pytest.fixture
 def fresh_ops(monkeypatch):
     """Return a function that gives ops whose code is written anew, with the replacements of a test."""
-    numbers, register = itertools.count(), ffi.register
+    numbers, register, own = itertools.count(), ffi.register, uuid.uuid4()  # other processes have no such code
 
     def fresh():
         number = next(numbers)
         for module in (attention, writes):
-            named = lambda name, *writers, **options: register(f"{name}_{id(fresh)}_{number}", *writers, **options)
+            named = lambda name, *writers, **options: register(f"{name}_{own}_{number}", *writers, **options)
             monkeypatch.setattr(module, "register", named)
         return ops_of(cpu)
 

@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def result(factor: int) -> int:
-    engine = engine_of(MODULE.format(factor=factor))  # its text is all that it needs
+    engine = engine_of(f"times {factor}", lambda: MODULE.format(factor=factor))
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(engine.get_function_address("f"))(7)
 
 

@@ -1,7 +1,7 @@
 """Revisions of conversations with tool calls: forms in which some chat templates accept calls, and others do not."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jpaged.tokenizer import CALL_TAGS
@@ -32,15 +32,11 @@ def _named(message: Message) -> Message:
 
 
 def _with_text_arguments(message: Message) -> Message:
-    return _with_calls(message, lambda call: {**call, "arguments": _json(call["arguments"])})
-
-
-def _with_calls(message: Message, change: Callable[[Message], Message]) -> Message:
-    """Return a message whose calls have changed functions."""
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in calls]}
+    functions = [{**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls]
+    return {**message, "tool_calls": [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]}
 
 
 def _apart(messages: Sequence[Message]) -> list[Message]:

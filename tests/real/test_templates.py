@@ -52,6 +52,7 @@ WANTED = {
     "deepseek-ai-DeepSeek-V3.2": (None, "think"),
     "deepseek-ai-DeepSeek-V4-Flash-0731": (None, "think"),
     "deepseek-ai-DeepSeek-V4": (None, "think"),
+    "fireworks-ai-llama-3-firefunction-v2": ("phi4_mini_json", None),
     "google-gemma-4-31B-it-interleaved": ("gemma4", "gemma4"),
     "google-gemma-4-31B-it": ("gemma4", "gemma4"),
     "ibm-granite-granite-3.3-2B-Instruct": ("granite", "think"),
@@ -84,6 +85,7 @@ REFUSING = {
 }
 UNUSABLE = {
     "Kimi-K2-Instruct", "Kimi-K2-Thinking",  # they change lists, which the sandbox of transformers forbids
+    "fireworks-ai-llama-3-firefunction-v2",  # it needs a variable of its own
     "llama-cpp-deepseek-r1",  # it writes a list that is no list yet
 }  # fmt: skip
 # Mistral's models whose tokenizers have the token [ARGS].

@@ -142,6 +142,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
          [("time", '{"a": "x, y", "b": "word", "c": [1, {"d": null}]}')]),
         ("gemma4", '<|tool_call>:weather{city:<|"|>Rome<|"|>}<tool_call|>', "", ROME),
         ("gemma4", "<|tool_call>cal:time{}<tool_call|>", "<|tool_call>cal:time{}<tool_call|>", []),
+        ("olmo3", "So <function_calls>time()\nweather(city='Rome')</function_calls> and", "So and", NOON + ROME),
+        ("olmo3", "<function_calls>\ntime()\ncook()\n</function_calls>", "\ncook()\n</function_calls>", NOON),
         ("openai", "<|channel|>commentary to=functions.time<|channel|>commentary json<|message|>{}", "", NOON),
         ("openai", "<|channel|>final<|message|>Hi", "<|channel|>final<|message|>Hi", []),
         ("minimax_m2", '<minimax:tool_call><invoke name="time"></invoke><invoke name="weather"><parameter name="city">'
@@ -183,6 +185,7 @@ FRAGMENTS = {
     "deepseek_v3": ["\n```json\n", "```"], "mistral": ["[ARGS]", "[", '{"name": "time"}'],
     "granite": ["[", '{"name": "time"}'], "hermes": ['{"name": "time", "arguments": ', "}"],
     "llama3_json": ['{"name": "time", "parameters": ', "}"], "llama4_json": ['{"name": "time", "parameters": '],
+    "olmo3": ["time(", "x=", "'", ")"], "phi4_mini_json": ["[", '{"name": "time"}'],
     "pythonic": ["[", "time(", "x=", "'", ")", "]"], "llama4_pythonic": ["[time(", "x=", "'", ")", "]"],
     "kimi_k2": ["functions.time", ":0"], "functiongemma": ["time{", "x:", "}"], "gemma4": ["time{", "x:", "}"],
     "qwen3_coder": ["time>", ">"], "seed_oss": ["time>", ">"], "minimax_m2": ['time">', '">'],

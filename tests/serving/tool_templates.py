@@ -65,9 +65,11 @@ TEMPLATES = {
     ) + "\n</minimax:tool_call>",
     "mistral": "{{ content }}[TOOL_CALLS][" + EACH % (", ", JSON % "arguments") + "]",
     "mistral named": "{{ content }}" + EACH % ("", "[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}"),
+    "olmo3": "{{ content }}<function_calls>\n" + EACH % (r"\n", "{{ call | python }}") + "\n</function_calls>",
     "openai": "{{ content }}"
     + EACH % ("", "<|channel|>commentary to=functions.{{ call.name }} <|constrain|>json<|message|>"
               "{{ call.arguments | tojson }}<|call|>"),
+    "phi4_mini_json": "{{ content }}functools[" + EACH % (", ", JSON % "arguments") + "]",
     "pythonic": PYTHON,
     "qwen3_coder": "{{ content }}" + EACH % (r"\n", f"<tool_call>\n{FUNCTION}\n</tool_call>"),
     "seed_oss": "{{ content }}" + EACH % (r"\n", f"<seed:tool_call>\n{TIGHT_FUNCTION}\n</seed:tool_call>"),

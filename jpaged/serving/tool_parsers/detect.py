@@ -13,6 +13,8 @@ SIGNS: Mapping[str, str | None] = {
     r"<\|tool_calls_section_begin\|>": "kimi_k2",
     r"<minimax:tool_call>": "minimax_m2",
     r"<seed:tool_call>": "seed_oss",
+    r"<function_calls>": "olmo3",
+    r"functools\[": "phi4_mini_json",
     r"<start_function_call>": "functiongemma",
     r"<\|tool_call>": "gemma4",
     r"<\|tool_call\|>": "granite",

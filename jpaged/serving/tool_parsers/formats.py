@@ -15,7 +15,7 @@ from jpaged.serving.tool_parsers.form import Form
 from jpaged.serving.tool_parsers.gemma_call import GemmaCall
 from jpaged.serving.tool_parsers.ids import NAMED, SHORT
 from jpaged.serving.tool_parsers.json_call import ARGUMENTS, JsonList, JsonObject, NamedJson
-from jpaged.serving.tool_parsers.python_call import PythonList
+from jpaged.serving.tool_parsers.python_call import PythonCall
 from jpaged.serving.tool_parsers.tagged_call import Tags
 from jpaged.tokenizer import CALL_TAGS
 
@@ -46,7 +46,7 @@ def _python_begins(names: Iterable[str]) -> str:
     return rf"\[({'|'.join(map(re.escape, names))})\("
 
 
-PYTHONIC = Form(PythonList(), begins=_python_begins)
+PYTHONIC = Form(PythonCall(is_list=True), begins=_python_begins)
 LLAMA_JSON = Form(
     JsonObject(ARGUMENTS[1]), separator="; ", prefix="<|python_tag|>", begins=lambda names: r'\{"name":', is_json=True
 )
@@ -87,7 +87,7 @@ FORMS: Mapping[str, Form] = {
     "llama3_json": LLAMA_JSON,
     "llama4_json": LLAMA_JSON,
     "llama4_pythonic": Form(
-        PythonList(), prefix="<|python_start|>", closing="<|python_end|>", begins=_python_begins,
+        PythonCall(is_list=True), prefix="<|python_start|>", closing="<|python_end|>", begins=_python_begins,
     ),
     "minimax_m2": Form(
         INVOKE_TAGS, start="<minimax:tool_call>\n", opening='<invoke name="', separator="\n",
@@ -96,11 +96,15 @@ FORMS: Mapping[str, Form] = {
     "mistral": Form(
         MISTRAL_LIST, start="[TOOL_CALLS]", ids=SHORT, variant=("[ARGS]", MISTRAL_NAMED),
     ),
+    "olmo3": Form(
+        PythonCall(), start="<function_calls>\n", separator="\n", end="\n</function_calls>", repeats=True,
+    ),
     "openai": Form(
         NamedJson(between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),
         start="<|channel|>commentary to=functions.", closing="<|call|>", marks=("<|start|>", "<|end|>"),
         reasoning="openai_gptoss",
     ),
+    "phi4_mini_json": Form(JsonList(), start="functools"),
     "pythonic": PYTHONIC,
     "qwen3_coder": Form(
         FUNCTION_TAGS, start=f"{OPENING}\n", also=("<function=",), opening="<function=", closing=f"\n{CLOSING}",

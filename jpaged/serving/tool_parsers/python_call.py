@@ -1,7 +1,8 @@
-"""Calls as a list of Python calls with keyword arguments: `[f(a=1, b="x"), g()]`.
+"""Calls as Python calls with keyword arguments, or as a list of them: `[f(a=1, b="x"), g()]`.
 
-Meta documents the form for Llama 4 and Llama 3.2
-(https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/), Google for Gemma 3.
+Meta documents the list for Llama 4 and Llama 3.2
+(https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/), Google for Gemma 3. OLMo 3 writes each call in a
+line of its own (https://docs.vllm.ai/en/latest/api/vllm/tool_parsers/olmo3_tool_parser/).
 """
 
 import json
@@ -24,10 +25,14 @@ PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}  # inside a st
 
 
 @dataclass(frozen=True)
-class PythonList:
-    """List of calls. Values are literals of Python or JSON; tuples become lists."""
+class PythonCall:
+    """Call. Values are literals of Python or JSON; tuples become lists.
 
-    is_list = True
+    Attributes:
+        is_list: calls are the items of a list.
+    """
+
+    is_list: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -35,8 +40,8 @@ class PythonList:
         return ()
 
     def read(self, reader: CallReader) -> Reading[None]:
-        """Read a list. Each value is emitted as it comes."""
-        yield from reader.items(lambda: self._call(reader))
+        """Read a call, or a list. Each value is emitted as it comes."""
+        yield from reader.items(lambda: self._call(reader)) if self.is_list else self._call(reader)
 
     def head(self, function: Function) -> str:
         """Return the name with the parenthesis behind it."""

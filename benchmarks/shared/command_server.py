@@ -72,7 +72,8 @@ def serving(name: str, command: str, *, path: str = "/v1/models", **values: obje
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command.format(port=port, **values), shell=True, stdout=log, stderr=log, start_new_session=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            # An installation has its modules compiled; an environment may say that Python keeps none of them.
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""},
         )  # fmt: skip
         try:
             while not _answers(url + path):

@@ -23,7 +23,7 @@ from jpaged.models.interleaved import joined_shapes, separated
 from jpaged.models.layers import MINIMUM, SCALE, weight_of
 from jpaged.models.rope import inverse_frequencies
 from jpaged.models.safetensors_files import DerivedTensor
-from jpaged.rl.causal import logits as causal_logits
+from jpaged.rl.causal import token_logprobs
 from jpaged.runtime.parameters import by_name
 from pallas_kernels import takes_weight
 from pallas_kernels.weights import Format, Weight
@@ -131,7 +131,7 @@ def test_config_and_parameters_are_those_of_the_safetensors(case):
 
 
 @pytest.mark.deep
-def test_logits_are_those_of_the_safetensors(case):
+def test_logprobs_are_those_of_the_safetensors(case):
     directory, file = case
     configs = [registry.read_config(path).for_length(256) for path in (directory, file)]
     models = [
@@ -139,8 +139,7 @@ def test_logits_are_those_of_the_safetensors(case):
         for load, path, config in zip((load_safetensors, load_gguf), (directory, file), configs)
     ]
     tokens = np.asarray([architectures.prompt()], np.int32)
-    places, mask = np.arange(tokens.size)[None], np.tril(np.ones((1, tokens.size, tokens.size), bool))
-    expected, found = (np.asarray(causal_logits(model, tokens, places, mask)) for model in models)
+    expected, found = (np.asarray(token_logprobs(model, tokens)) for model in models)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -68,7 +68,7 @@ CONVERTED = json.loads((Path(__file__).parents[1] / "fixtures" / "gguf.json").re
 
 
 def test_tensors_are_those_of_llama_cpps_converter(case, request):
-    """The files of these tests, which `jpaged.models` reads, are those that people have."""
+    """The test files equal the converter's files of the same models."""
     found = {
         name: [[size for size in tensor.shape if size > 1], hashlib.sha256(tensor.data.tobytes()).hexdigest()[:12]]
         for name, tensor in open_gguf(case[1]).tensors.items()

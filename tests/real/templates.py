@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jpaged.chat import Template, render
-from tests.real.llama_cpp import folder_of
+from tests.real.sources import LLAMA_CPP, VLLM
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 # Marks at the end of a message of the assistant.
@@ -13,8 +13,10 @@ TAIL = re.compile(r"(\s|<[^<>\n]*>|\[e~\[)*$")
 
 
 def templates() -> dict[str, str]:
-    """Return the sources by name."""
-    return {path.stem: path.read_text() for path in sorted(folder_of("templates").iterdir())}
+    """Return the sources by name. Those that vLLM has for its parsers begin with "vllm-"."""
+    paths = {path.stem: path for path in sorted(LLAMA_CPP.folder("templates").iterdir())}
+    paths |= {f"vllm-{path.stem}": path for path in sorted(VLLM.folder("templates").iterdir())}
+    return {name: path.read_text() for name, path in paths.items()}
 
 
 def common_start(first: str, second: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from jpaged.gguf_file import open_gguf
 from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.tokenizer import backend
-from tests.real.llama_cpp import folder_of
+from tests.real.sources import LLAMA_CPP
 
 pytestmark = [pytest.mark.real]
 
@@ -21,7 +21,7 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_have_the_ids_of_llama_cpp(name):
-    file = folder_of("vocabularies") / f"{name}.gguf"
+    file = LLAMA_CPP.folder("vocabularies") / f"{name}.gguf"
     tokenizer = backend(load_gguf_tokenizer(open_gguf(file)))
     texts = file.with_suffix(".gguf.inp").read_bytes().decode().split(SEPARATOR)
     lines = file.with_suffix(".gguf.out").read_text().split("\n")

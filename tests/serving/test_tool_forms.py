@@ -181,6 +181,23 @@ def test_value_in_tags_has_the_type_of_its_schema(key, written, given):
     assert parsed("qwen3_coder", [text]) == ("", [("weather", f'{{"{key}": {given}}}')])
 
 
+@pytest.mark.parametrize(
+    "key, written, given",
+    [
+        ("city", "7", '"7"'), ("note", "null", '"null"'), ("other", "7", '"7"'), ("days", "7", "7"),
+        ("days", "many", '"many"'), ("dry", "True", "true"), ("ratio", "7", "7"), ("tags", "['a', 'b']", '["a", "b"]'),
+    ],
+)  # fmt: skip
+def test_a_text_for_a_value_of_another_type_is_converted(key, written, given):
+    for name, text in (
+        ("functiongemma", f"<start_function_call>call:weather{{{key}:<escape>{written}<escape>}}<end_function_call>"),
+        ("llama4_pythonic", f'[weather({key}="{written}")]'),
+    ):
+        for pieces in ([text], text):
+            assert parsed(name, pieces) == ("", [("weather", f'{{"{key}": {given}}}')])
+    assert parsed("pythonic", ["[weather(days='7"])[1][0][1] == '{"days": "7'  # it breaks off
+
+
 FRAGMENTS = {
     "deepseek_v3": ["\n```json\n", "```"], "mistral": ["[ARGS]", "[", '{"name": "time"}'],
     "granite": ["[", '{"name": "time"}'], "hermes": ['{"name": "time", "arguments": ', "}"],

@@ -5,16 +5,18 @@ Google documents the form of FunctionGemma
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jpaged.serving.codec import loads
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.json_call import NAME
-from jpaged.serving.tool_parsers.pieces import NotACall, Reading
+from jpaged.serving.tool_parsers.pieces import End, NotACall, Reading
 from jpaged.serving.tool_parsers.raw_text import text_rules
 from jpaged.serving.tool_parsers.reader import CallReader
 from jpaged.serving.tool_parsers.schema import in_order, json_rule, properties_of, types_of
+from jpaged.serving.tool_parsers.values import converter, types_by_name
 
 ENDS = frozenset(",]}")
 
@@ -41,7 +43,7 @@ class GemmaCall:
         if (yield from reader.peek()) != "{":
             raise NotACall
         reader.begin(name)
-        yield from self._object(reader)
+        yield from self._object(reader, types_by_name(reader.functions[name]))
 
     def head(self, function: Function) -> str:
         """Return the name with the brace behind it."""
@@ -65,7 +67,7 @@ class GemmaCall:
         inside = in_order(parts, spell(","))
         return [f"{name}: {inside} {spell('}')}", *rules]
 
-    def _object(self, reader: CallReader) -> Reading[None]:
+    def _object(self, reader: CallReader, types: Mapping[str, frozenset[str]]) -> Reading[None]:
         reader.at += 1
         reader.append("{")
         separator = ""
@@ -75,7 +77,7 @@ class GemmaCall:
             yield from reader.space()
             reader.append(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            yield from self._value(reader)
+            yield from self._value(reader, converter(types.get(key, frozenset())))
             yield from self._next(reader, "}")
         reader.at += 1
         reader.append("}")
@@ -110,21 +112,34 @@ class GemmaCall:
         yield from reader.expect(":")
         return key.strip().removeprefix(self.quote).removesuffix(self.quote).strip('"')
 
-    def _value(self, reader: CallReader) -> Reading[None]:
+    def _value(self, reader: CallReader, convert: Callable[[str], str] | None = None) -> Reading[None]:
         character = yield from reader.peek()
         if character in "{[":
             with reader.nested():
-                yield from self._object(reader) if character == "{" else self._list(reader)
+                yield from self._object(reader, {}) if character == "{" else self._list(reader)
         elif character == '"':
             yield from reader.string()
             reader.append(reader.text[: reader.at])
         elif (yield from reader.tag(self.quote, space="")):
-            reader.append('"')
-            pass_on = lambda text: reader.append(json.dumps(text, ensure_ascii=False)[1:-1])
-            yield from reader.until(self.quote, pass_on)
-            reader.append('"')
+            yield from self._text(reader) if convert is None else self._converted(reader, convert)
         else:
             reader.append(_scalar((yield from reader.text_of(_until_end(reader)))))
+
+    def _text(self, reader: CallReader) -> Reading[None]:
+        reader.append('"')
+        pass_on = lambda text: reader.append(json.dumps(text, ensure_ascii=False)[1:-1])
+        yield from reader.until(self.quote, pass_on)
+        reader.append('"')
+
+    def _converted(self, reader: CallReader, convert: Callable[[str], str]) -> Reading[None]:
+        """Read a text that stands for a value of another type: FunctionGemma's templates mark all values."""
+        parts: list[str] = []
+        try:
+            yield from reader.until(self.quote, parts.append)
+        except End:
+            reader.append(json.dumps("".join(parts), ensure_ascii=False)[:-1])
+            raise
+        reader.append(convert("".join(parts)))
 
 
 def _until_end(reader: CallReader) -> Reading[None]:

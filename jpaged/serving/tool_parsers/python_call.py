@@ -5,28 +5,23 @@ Meta documents the list for Llama 4 and Llama 3.2
 line of its own (https://docs.vllm.ai/en/latest/api/vllm/tool_parsers/olmo3_tool_parser/).
 """
 
-import json
-import re
 from dataclasses import dataclass
 
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.json_call import NAME
-from jpaged.serving.tool_parsers.pieces import SPACE, End, NotACall, Reading
+from jpaged.serving.tool_parsers.literals import read_literal
+from jpaged.serving.tool_parsers.pieces import NotACall, Reading
 from jpaged.serving.tool_parsers.reader import CallReader
 from jpaged.serving.tool_parsers.schema import in_order, json_rule, properties_of, types_of
-
-WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-CLOSING = {"[": "]", "(": ")", "{": "}"}
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0", "/": "/"}
-CODES = {"x": 2, "u": 4, "U": 8}  # escapes with the hexadecimal digits of a character
-ENDS = frozenset(",)]}:" + SPACE)
-PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}  # inside a string
+from jpaged.serving.tool_parsers.values import converter, types_by_name
 
 
 @dataclass(frozen=True)
 class PythonCall:
     """Call. Values are literals of Python or JSON; tuples become lists.
+
+    Llama 4's templates write all values in quotation marks. These are converted to the types of the schema.
 
     Attributes:
         is_list: calls are the items of a list.
@@ -62,6 +57,7 @@ class PythonCall:
         name, separator = (yield from reader.word(NAME)), "{"
         yield from reader.expect("(")
         yield from reader.space()
+        types: dict[str, frozenset[str]] = {}
         while (yield from reader.peek()) != ")":
             key = yield from reader.word(NAME)
             yield from reader.space()
@@ -71,9 +67,10 @@ class PythonCall:
                 raise NotACall
             if separator == "{":
                 reader.begin(name)
+                types = types_by_name(reader.functions[name])
             reader.append(f'{separator}"{key}": ')
             separator = ", "
-            yield from read_literal(reader)
+            yield from read_literal(reader, converter(types.get(key, frozenset())))
             yield from reader.space()
             if (yield from reader.peek()) != ")":
                 yield from reader.expect(",")
@@ -83,140 +80,3 @@ class PythonCall:
             reader.begin(name)
             reader.append("{")
         reader.append("}")
-
-
-def json_of(literal: str) -> str | None:
-    """Return a literal of Python or JSON as JSON; None if a text is none."""
-    reader = CallReader((), lambda name, index: name)
-    reader.text, reader.ended = literal, True
-    try:
-        for _ in read_literal(reader):
-            pass
-    except (NotACall, End):
-        return None
-    return None if reader.text[reader.at :] else reader.parsed().calls[0].arguments
-
-
-def read_literal(reader: CallReader) -> Reading[None]:
-    """Read a literal of Python or JSON, and emit it as JSON. Raise NotACall where it stops being one."""
-    character = yield from reader.peek()
-    if character in "\"'":
-        yield from _read_string(reader)
-    elif character in CLOSING:
-        with reader.nested():
-            yield from _read_items(reader)
-    else:
-        text = yield from reader.text_of(_until_end(reader))
-        reader.append(WORDS.get(text) or _number(text))
-
-
-def _until_end(reader: CallReader) -> Reading[None]:
-    while (yield from reader.peek()) not in ENDS:
-        reader.at += 1
-
-
-def _number(text: str) -> str:
-    """Return a number of Python as JSON. Raise NotACall if it is none."""
-    try:
-        return json.dumps(int(text))
-    except ValueError:
-        pass
-    try:
-        return json.dumps(float(text), allow_nan=False)
-    except ValueError as error:
-        raise NotACall from error
-
-
-def _read_items(reader: CallReader) -> Reading[None]:
-    """Read a list, a tuple or a dictionary."""
-    opening = yield from reader.peek()
-    closing, is_dict = CLOSING[opening], opening == "{"
-    reader.at += 1
-    reader.append("{" if is_dict else "[")
-    yield from reader.space()
-    is_first = True
-    while (yield from reader.peek()) != closing:
-        if not is_first:
-            reader.append(", ")
-        is_first = False
-        if is_dict:
-            if (yield from reader.peek()) not in "\"'":  # a name in JSON is a text
-                raise NotACall
-            yield from _read_string(reader)
-            yield from reader.space()
-            yield from reader.expect(":")
-            reader.append(": ")
-            yield from reader.space()
-        yield from read_literal(reader)
-        yield from reader.space()
-        if (yield from reader.peek()) != closing:
-            yield from reader.expect(",")
-            yield from reader.space()
-    reader.at += 1
-    reader.append("}" if is_dict else "]")
-
-
-def _read_string(reader: CallReader) -> Reading[None]:
-    """Read a string in quotation marks of one or three characters."""
-    quote = yield from reader.peek()
-    reader.at += 1
-    if (yield from _is_next(reader, quote)):
-        reader.at += 1
-        if not (yield from _is_next(reader, quote)):
-            reader.append('""')
-            return
-        reader.at += 1
-        quote *= 3
-    reader.append('"')
-    while True:
-        character = yield from reader.peek()
-        if character == quote[0]:
-            start = reader.at
-            while reader.at - start < len(quote) and (yield from _is_next(reader, quote[0])):
-                reader.at += 1
-            if reader.at - start == len(quote):
-                reader.append('"')
-                return
-            reader.append(json.dumps(quote[0] * (reader.at - start))[1:-1])
-        elif character == "\\":
-            reader.append(json.dumps((yield from _escaped(reader)), ensure_ascii=False)[1:-1])
-        else:
-            reader.append(json.dumps(reader.skip(PLAIN[quote[0]]), ensure_ascii=False)[1:-1])
-
-
-def _is_next(reader: CallReader, character: str) -> Reading[bool]:
-    """Return whether a character comes next; False at the end of the text."""
-    while reader.at == len(reader.text):
-        if reader.ended:
-            return False
-        yield
-    return reader.text[reader.at] == character
-
-
-def _escaped(reader: CallReader) -> Reading[str]:
-    """Read an escape and return its text. Unknown ones stand for themselves, as in Python."""
-    reader.at += 1
-    kind = yield from reader.peek()
-    reader.at += 1
-    if kind in "\\'\"":
-        return kind
-    if kind not in CODES:
-        return ESCAPES.get(kind, f"\\{kind}")
-    code = yield from _code(reader, CODES[kind])
-    if 0xD800 <= code < 0xDC00:  # JSON writes characters beyond 16 bits as two escapes
-        yield from reader.expect("\\u")
-        code = 0x10000 + ((code - 0xD800) << 10) + ((yield from _code(reader, 4)) - 0xDC00)
-    if not (0 <= code < 0xD800 or 0xE000 <= code < 0x110000):
-        raise NotACall
-    return chr(code)
-
-
-def _code(reader: CallReader, digits: int) -> Reading[int]:
-    start = reader.at
-    while reader.at - start < digits:
-        yield from reader.peek()
-        reader.at += 1
-    try:
-        return int(reader.text[start : reader.at], 16)
-    except ValueError as error:
-        raise NotACall from error

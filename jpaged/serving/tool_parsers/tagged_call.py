@@ -1,26 +1,17 @@
-"""Calls that name each argument in tags. The schema of a function gives the types of the values.
-
-Values are converted as vLLM's parsers do (https://docs.vllm.ai/en/latest/features/tool_calling/): the text of a value
-stays a text if its type is "string" or unknown. Otherwise it becomes a JSON value of one of the types, or stays a text
-if it is none.
-"""
+"""Calls that name each argument in tags. The schema of a function gives the types of the values."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpaged.serving.codec import loads
 from jpaged.serving.conversation import Function
 from jpaged.serving.tool_parsers.form import Spell
 from jpaged.serving.tool_parsers.json_call import NAME
 from jpaged.serving.tool_parsers.pieces import End, NotACall, Reading
-from jpaged.serving.tool_parsers.python_call import json_of
 from jpaged.serving.tool_parsers.raw_text import text_rules
 from jpaged.serving.tool_parsers.reader import CallReader
-from jpaged.serving.tool_parsers.schema import KINDS, json_rule, properties_of, types_of
-
-WORDS = {"true": True, "false": False, "none": None, "null": None}
+from jpaged.serving.tool_parsers.schema import json_rule, properties_of, types_of
+from jpaged.serving.tool_parsers.values import converted, types_by_name
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Tags:
         mark = yield from reader.choose(marks)
         reader.begin(name)
         reader.append("{")
-        types = {key: types_of(schema) for key, schema in _properties(reader.functions[name]).items()}
+        types = types_by_name(reader.functions[name])
         separator = ""
         while mark != self.end:
             key = yield from self._key(reader)
@@ -161,29 +152,5 @@ def _read_text(reader: CallReader, mark: str, trims: bool, before: Sequence[str]
     reader.append('"')
 
 
-def converted(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON: of one of the types if the text is one, else a string."""
-    try:
-        value = loads(text.strip())
-    except ValueError:
-        written = json_of(text.strip()) if text.strip().startswith(("[", "{")) else None  # Seed-OSS writes Python
-        value = WORDS.get(text.strip().lower(), text) if written is None else loads(written)
-    if isinstance(value, float) and not math.isfinite(value):
-        return _quoted(text)
-    kind = KINDS.get(type(value), "null")
-    if kind in types - {"string"} or (kind == "integer" and "number" in types):
-        return json.dumps(value, ensure_ascii=False)
-    if kind == "number" and "integer" in types and value.is_integer():
-        return json.dumps(int(value))
-    return _quoted(text)
-
-
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _properties(function: Function) -> dict[str, object]:
-    try:
-        return properties_of(function)[0]
-    except ValueError:  # of an unusual schema, whose values have no known types
-        return {}

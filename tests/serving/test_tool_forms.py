@@ -193,8 +193,8 @@ def test_a_text_for_a_value_of_another_type_is_converted(key, written, given):
         ("functiongemma", f"<start_function_call>call:weather{{{key}:<escape>{written}<escape>}}<end_function_call>"),
         ("llama4_pythonic", f'[weather({key}="{written}")]'),
     ):
-        for pieces in ([text], text):
-            assert parsed(name, pieces) == ("", [("weather", f'{{"{key}": {given}}}')])
+        for parts in ([text], text):
+            assert parsed(name, parts) == ("", [("weather", f'{{"{key}": {given}}}')])
     assert parsed("pythonic", ["[weather(days='7"])[1][0][1] == '{"days": "7'  # it breaks off
 
 

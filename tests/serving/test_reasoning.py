@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jpaged.serving.conversation import Function
 from jpaged.serving.reasoning_parsers import harmony, marked
 from jpaged.serving.reasoning_parsers.forms import FORMS, reasoning_form
 from jpaged.serving.tool_parsers.format import FORMATS
@@ -19,6 +20,7 @@ from tests.serving.test_responses import added_up as items_of
 from tests.serving.test_responses import streamed as response_events
 from tests.serving.test_responses import without_ids as without_response_ids
 from tests.serving.tool_texts import ROME, hermes
+from tests.serving.tool_texts import outcome as parsed_calls
 
 QWEN = FORMS["qwen3"]
 THOUGHT = "<think>\nWhich city?\n\nRome.\n</think>\n\nIt is sunny."
@@ -64,6 +66,31 @@ def test_text_is_split_at_its_marks(text, is_open, expected):
 def test_gemma_may_leave_out_the_name_of_its_channel(opening, thought):
     text = f"{opening}{thought}<channel|>Rome"
     assert parts_of(FORMS["gemma4"], [text]) == parts_of(FORMS["gemma4"], text) == (thought, "Rome")
+
+
+TIME = "<|channel|>commentary to=functions.time <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    "text, content, num_calls",
+    [
+        (f"{TIME}{{}}<|call|>", "", 1),
+        (" to=functions.time<|channel|>analysis<|message|>{}<|call|>", "", 1),
+        ("<|channel|>commentary to=time<|message|>{}<|call|>", "", 1),
+        (f"{TIME}<|call|>", "", 1),
+        (f"{TIME} <|end|><|start|>assistant<|channel|>final<|message|>Noon<|return|>", "Noon", 1),
+        (f"<|channel|>commentary<|message|>So<|end|><|start|>assistant{TIME}{{}}<|call|>", "So", 1),
+        ("<|channel|>commentary to=assistant<|message|>So<|end|><|channel|>final<|message|>Noon", "So\nNoon", 0),
+        ("<|channel|>final {}<|end|>", "<|channel|>final {}", 0),
+        ("<|start|>assistant<|channel|>final {}<|end|>", "<|start|>assistant<|channel|>final {}", 0),
+    ],
+)
+def test_messages_of_harmony_are_calls_and_content(text, content, num_calls):
+    for pieces in ([text], text):
+        reasoning, answer = parts_of(FORMS["openai_gptoss"], pieces)
+        found = parsed_calls(FORMATS["openai"], [answer], functions=[Function(name="time")])
+        assert (reasoning, found[0]) == ("", content)
+        assert [call[1:] for call in found[1]] == [("time", "{}")] * num_calls
 
 
 def split(form, text, is_open, calls=()):

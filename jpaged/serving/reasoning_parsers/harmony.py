@@ -11,6 +11,7 @@ from jpaged.serving.tool_parsers.pieces import overlap
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 NEXT = ("<|start|>", "<|channel|>")
+ROLES = ("assistant", "user")  # recipients that are no tools
 MAX_HEADER = 256  # characters
 HEADER = re.compile(
     r"\s*(?:<\|start\|>)?(?:assistant)?\s*(?:to=(?P<to>[\w.-]+))?\s*<\|channel\|>"
@@ -22,15 +23,15 @@ CALL = "<|channel|>commentary to={} <|constrain|>json<|message|>"
 CUT_OFF = tuple(
     start + channel
     for start in ("", "<|start|>assistant")
-    for channel in ("<|channel|>analysis", "<|channel|>commentary to=functions.", "<|channel|>final")
+    for channel in ("<|channel|>analysis", "<|channel|>commentary to=", "<|channel|>final")
 )
 
 
 class HarmonyParser:
     """Streaming parser of messages. Those in "analysis" are reasoning; the texts of the others are the answer.
 
-    A message to a recipient, in any channel, is a call: it stays in the answer with its header. Two messages of a kind
-    have a newline between them. Text outside of messages is answer.
+    A message to a recipient, in any channel, is a call: it stays in the answer with its header, and with `{}` if it is
+    empty. Two other messages of a kind have a newline between them. Text outside of messages is answer.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,8 @@ class HarmonyParser:
         self._in_message = self.is_reasoning = False
         self._has = {False: False, True: False}  # earlier messages that are answer, and that are reasoning
         self._separator = ""
+        self._is_outside = False  # of messages
+        self._is_call = self._is_empty = False  # the message
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """Return the parts that are certain now, in the order of the output."""
@@ -63,21 +66,28 @@ class HarmonyParser:
                 self._text = ""
                 return False
             self._begin(is_reasoning=False)
+            if self._is_outside:
+                self._separator = ""
+            self._is_outside = True
             self._emit(text[:1])
             self._text = text[1:]
             return bool(self._text)
+        self._is_outside = False
         self._text = text[place + len(MESSAGE) :]
         recipient = match["to"] or match["recipient"]
-        if recipient is None:
+        if recipient is None or recipient in ROLES:
             self._begin(is_reasoning=match["channel"] == "analysis")
         else:
             self._begin(is_reasoning=False)
             self._separator = ""
+            self._is_call = True
             self._emit(CALL.format(recipient))
+            self._is_empty = True
         return True
 
     def _begin(self, *, is_reasoning: bool) -> None:
         self._is_header, self.is_reasoning = False, is_reasoning
+        self._is_call = self._is_empty = False
         self._separator = "\n" if self._has[is_reasoning] else ""
 
     def _read_body(self, is_last: bool) -> bool:
@@ -91,6 +101,8 @@ class HarmonyParser:
             return False
         place, mark = min(places)
         self._emit(text[:place])
+        if self._is_empty:
+            self._emit("{}")
         self._text = text[place + len(mark) * (mark in ENDS) :]
         self._is_header, self.is_reasoning = True, False
         return bool(self._text)
@@ -98,4 +110,6 @@ class HarmonyParser:
     def _emit(self, text: str) -> None:
         if text:
             self._pieces.append(Piece(self._separator + text, self.is_reasoning))
-            self._separator, self._has[self.is_reasoning] = "", True
+            self._separator, self._is_empty = "", self._is_empty and text.isspace()
+            if not self._is_call:
+                self._has[self.is_reasoning] = True

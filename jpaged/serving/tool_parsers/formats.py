@@ -100,8 +100,8 @@ FORMS: Mapping[str, Form] = {
         PythonCall(), start="<function_calls>\n", separator="\n", end="\n</function_calls>", repeats=True,
     ),
     "openai": Form(
-        NamedJson(between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),
-        start="<|channel|>commentary to=functions.", closing="<|call|>", marks=("<|start|>", "<|end|>"),
+        NamedJson(before="functions.", between=" <|constrain|>json<|message|>", pattern=HARMONY_HEADER),
+        start="<|channel|>commentary to=", closing="<|call|>", marks=("<|start|>", "<|end|>"),
         reasoning="openai_gptoss",
     ),
     "phi4_mini_json": Form(JsonList(), start="functools"),

@@ -47,7 +47,6 @@ from benchmarks.shared.sessions import (
 )
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.disk_tier import DiskTier
 from jpaged.core.params import SamplingParams
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.engine import Engine
@@ -178,9 +177,9 @@ class Machine:
             moves_overlap=False, step_overhead=model.step_overhead, headroom=HEADROOM,
             pinned_share=EngineConfig.pinned_share,
         )  # fmt: skip
-        if scheduler.memory.tier and host and folder is not None:
+        if scheduler.memory.tier and folder is not None:
             names, most = self.runner.open_files(folder, FILE_BYTES, exact=False)
-            scheduler.memory.tier.disk = DiskTier(pool, host, names, most, token_s=0.0)
+            scheduler.memory.tier.open_files(names, most, token_s=0.0)
         return Engine(scheduler, self.runner, max_in_flight=2, files=folder and self.runner)
 
     def run(self, sessions: Sequence[Session], policy: Policy, at_once: int = AT_ONCE) -> Run:

@@ -107,6 +107,11 @@ class BlockPool:
         """Number of blocks of keys and values in use."""
         return self.num_blocks - self.num_free
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether some group has no window."""
+        return bool(self._whole)
+
     def block(self, block_id: int) -> Block:
         """Return the state of a block."""
         return self._blocks[block_id]

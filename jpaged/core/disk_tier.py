@@ -1,28 +1,26 @@
 """Third tier of the prefix cache: files of blocks, which outlive the engine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.blocks import Block, Node, Parent
 from jpaged.core.text_key import first_key, key_of, next_key, split_salt
 
-Files = Sequence[tuple[int, str]]  # places on the host, or blocks; page p is -1 - p; and the names of their files
+Files = Sequence[tuple[int, str]]  # blocks, on the device or on the host, with the names of their files; -1 - p: page p
 
 
 class Arrival(NamedTuple):
-    """File that is read to a place on the host.
+    """File that is read for a block on the device.
 
     Attributes:
         number: number of the block in its text.
-        kind: group of layers, or the number after all groups for a page.
         text: tokens of the block.
     """
 
-    place: int
+    block_id: int
     name: str
     number: int
-    kind: int
     text: tuple[int, ...]
 
 
@@ -30,11 +28,12 @@ class DiskTier:
     """Files of blocks that have been on the host, by names that stand for texts.
 
     A name is the key of a text (`text_key`). Requests with adapters have no files, because the numbers of adapters are
-    those of one engine. Files are written when a block comes to the host, and read to the host, from where blocks
-    return to the device.
+    those of one engine. Files are written when a block comes to the host, and read when a request with their text is to
+    start. Their content moves to the device in the next plan.
 
     Args:
         host: the pool on the host.
+        arriving: takes the blocks of the device whose content comes from files, with None.
         names: names of the files, the least recently used first.
         most: maximum number of files.
         token_s: time in which a token can be computed, in seconds; 0: unknown.
@@ -45,8 +44,12 @@ class DiskTier:
         num_read: number of files that were read.
     """
 
-    def __init__(self, device: BlockPool, host: BlockPool, names: Iterable[str], most: int, token_s: float):
+    def __init__(
+        self, device: BlockPool, host: BlockPool, arriving: MutableMapping[int, int | None], names: Iterable[str],
+        most: int, token_s: float,
+    ):  # fmt: skip
         self.device, self.host, self.most, self.token_s = device, host, most, token_s
+        self._moves = arriving
         self.read_s, self.num_read = 0.0, 0
         self.fetching: str | None = None
         self._names = dict.fromkeys(names)  # in the order of use
@@ -54,7 +57,7 @@ class DiskTier:
         self._deleted: list[str] = []
         self._arriving: list[Arrival] = []
         self._parents: dict[int, Parent] = {}  # of the blocks of the text that arrives, by number
-        self._held: list[int] = []  # its copies
+        self._held: list[Block] = []  # its blocks, on the device and on the host
         self._limit()
 
     def write(self, block: Block) -> None:
@@ -104,42 +107,47 @@ class DiskTier:
         for name in list(self._names):
             self._delete(name)
 
-    def want(self, request_id: str, tokens: Sequence[int], salt: str, most_s: float) -> Files:
-        """Return the files to read next for a text, with free places on the host, which stay taken until `arrive`.
+    def want(self, request_id: str, tokens: Sequence[int], salt: str, num_blocks: int, most_s: float) -> Files:
+        """Return the files to read next for a text, with blocks for them, which stay taken until `arrive`.
 
         Args:
             request_id: the request whose text it is; if files are left, it becomes `fetching`.
+            num_blocks: blocks that the request needs to start.
             most_s: maximum seconds that the reading may take.
         """
         self.fetching = None
         if not self._names or split_salt(salt)[0] is not None:
             return []
-        path = [node for node, _ in self.host.tree.walk(tokens, salt, None)]
+        device, groups = self.device, len(self.device.windows)
+        path = [node for node, _ in device.tree.walk(tokens, salt, None)]
         missing = list(self._missing(path, tokens, salt))
         if not missing:
             return []
         texts = len({index for _, index, _, _ in missing})
-        if self.token_s and len(missing) * self.read_s > texts * self.device.block_size * self.token_s:
+        if self.token_s and len(missing) * self.read_s > texts * device.block_size * self.token_s:
             self.read_s *= 0.98  # the disk may have been busy
             return []
+        num_used = sum(block.ref_count > 0 for node in path for block in node.blocks[:groups] if block)
+        if num_blocks - num_used > device.num_free:
+            return []
+        # New blocks must not take those of the text itself.
+        self._held = [block for node in path for block in (*node.blocks, *node.copies) if block]
+        for block in self._held:
+            self._pool_of(block).share(block.block_id)
         most = max(1, int(min(most_s / self.read_s, len(missing)))) if self.read_s else len(missing)
-        # New places must not take those of the text itself.
-        self._held = [copy.block_id for node in path for copy in node.copies if copy]
-        for place in self._held:
-            self.host.share(place)
         arrivals = self._arriving = []
         for name, index, kind, text in missing[:most]:
-            is_page = kind == len(self.host.windows)
-            free = self.host.allocate_page() if is_page else self.host.allocate(kind)
-            if free is None:
+            block_id = device.allocate_page() if kind == groups else device.allocate(kind)
+            if block_id is None:
                 break
-            arrivals.append(Arrival(free, name, index, kind, text))
+            arrivals.append(Arrival(block_id, name, index, text))
         if not arrivals:
             self._release()
         elif len(arrivals) == most < len(missing):
             self.fetching = request_id
+        path = [node for node, _ in device.tree.walk(tokens, salt, None)]  # nodes without blocks may have gone
         self._parents = {0: salt} | {index + 1: node.number for index, node in enumerate(path)}
-        return [(self._number(self.host, each.place), each.name) for each in arrivals]
+        return [(self._number(device, each.block_id), each.name) for each in arrivals]
 
     def arrive(self, found: Sequence[bool], seconds: float) -> None:
         """Take the blocks whose files were read into the prefix cache, and forget the other files.
@@ -156,16 +164,22 @@ class DiskTier:
             elif parent is not None:
                 node = self.device.node_of(parent, arrival.text)
                 self._parents[arrival.number + 1] = node.number
-                self.host.tree.attach(node, self.host.block(arrival.place))
+                self.device.tree.attach(node, self.device.block(arrival.block_id))
+                self._moves[arrival.block_id] = None
                 self._use(arrival.name)
                 self.num_read += 1
         self._release()
 
     def _release(self) -> None:
-        """Let the places of a text's blocks on the host be given away, the end of the text first."""
-        for place in (*(arrival.place for arrival in reversed(self._arriving)), *reversed(self._held)):
-            self.host.free(place)
+        """Let a text's blocks be given away, the end of the text first."""
+        for arrival in reversed(self._arriving):
+            self.device.free(arrival.block_id)
+        for block in reversed(self._held):
+            self._pool_of(block).free(block.block_id)
         self._arriving, self._held = [], []
+
+    def _pool_of(self, block: Block) -> BlockPool:
+        return self.host if block.is_copy else self.device
 
     def name_of(self, node: Node, kind: int) -> str | None:
         """Return the name of a block's file; None if there can be none."""
@@ -175,25 +189,36 @@ class DiskTier:
     def _missing(
         self, path: Sequence[Node], tokens: Sequence[int], salt: str
     ) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-        """Yield the files of a text whose blocks are in no memory: name, number of the block, kind, tokens.
+        """Yield the files of a text whose blocks are in no memory, and are part of the longest prefix with files.
+
+        Each has its name, the number of its block, its kind (group of layers, or the number after all groups for a
+        page), and the tokens of the block.
 
         Args:
             path: the nodes of the text.
         """
         size, kinds, groups = self.device.block_size, self.host.tree.num_kinds, len(self.device.windows)
-        key = first_key(salt)
+        key, found, texts = first_key(salt), [], []
+        starts, end = [0] * groups, 0  # of each group, the block after the last missing one; the end of the prefix
         for index in range(len(tokens) // size):
             text = tuple(tokens[index * size : (index + 1) * size])
             node = path[index] if index < len(path) else None
             key = key_of(node) if node else next_key(key, text)
-            held = [bool(node and (node.blocks[kind] or node.copies[kind])) for kind in range(kinds)]
-            if all(held):
-                continue
-            names = [f"{key.hex()}-{kind}" for kind in range(kinds)]
-            if not any(held[:groups]) and not any(name in self._names for name in names[:groups]):
-                return
-            for kind, name in enumerate(names):
-                if not held[kind] and name in self._names:
+            lacking = [kind for kind in range(kinds) if not (node and (node.blocks[kind] or node.copies[kind]))]
+            named = [(kind, f"{key.hex()}-{kind}") for kind in lacking]
+            found.append([(kind, name) for kind, name in named if name in self._names])
+            texts.append(text)
+            lost = {kind for kind, name in named if name not in self._names}
+            for group in lost - {groups}:
+                starts[group] = index + 1
+            if all(start <= self.device.first_seen(group, (index + 1) * size) for group, start in enumerate(starts)):
+                end = end if groups in lost else index + 1
+            elif any(starts[group] for group, window in enumerate(self.device.windows) if window is None):
+                break
+        first = [self.device.first_seen(group, end * size) if self.device.has_whole else 0 for group in range(groups)]
+        for index, (text, named) in enumerate(zip(texts[:end], found)):
+            for kind, name in named:
+                if index >= first[kind] if kind < groups else index == end - 1:
                     yield name, index, kind, text
 
     @staticmethod

@@ -15,10 +15,15 @@ MOST_SLOWER = 0.01
 
 
 class Moves(NamedTuple):
-    """Moves of blocks as (source, destination); page p of a pool is -1 - p."""
+    """Moves of blocks as (source, destination); page p of a pool is -1 - p.
+
+    Attributes:
+        from_files: blocks of the device whose content was read from files.
+    """
 
     out: list[tuple[int, int]]
     back: list[tuple[int, int]]
+    from_files: list[int]
 
 
 class Found(NamedTuple):
@@ -60,7 +65,8 @@ class HostTier:
         self.disk: DiskTier | None = None
         self.num_out = self.num_back = 0
         self._out: list[tuple[int, int]] = []
-        self._back: dict[int, int] = {}  # from the number of a block on the device to that on the host
+        # From the number of a block on the device to that on the host; None: its content was read from a file.
+        self._back: dict[int, int | None] = {}
         self._held: list[int] = []
         if self.is_worthwhile:
             device.on_evict = self._keep
@@ -70,6 +76,16 @@ class HostTier:
     def is_worthwhile(self) -> bool:
         """Whether moving a block both ways costs less than computing its tokens."""
         return self.device.enable_prefix_caching and self.cost < self.device.block_size
+
+    @property
+    def held(self) -> tuple[list[int], ...]:
+        """The places of the host that are not given away before the next plan, of each group and then the pages."""
+        kinds = range(self.host.tree.num_kinds)
+        return tuple([place for place in self._held if self.host.block(place).group == kind] for kind in kinds)
+
+    def open_files(self, names: Iterable[str], most: int, token_s: float) -> None:
+        """Write blocks that come to the host to files, and read them; the arguments are those of `DiskTier`."""
+        self.disk = DiskTier(self.device, self.host, self._back, names, most, token_s)
 
     def clear(self) -> None:
         """Forget the moves, after the pools have been cleared."""
@@ -85,7 +101,9 @@ class HostTier:
 
     def take(self) -> Moves:
         """Return the moves since the last call."""
-        moves = Moves([*self._out], [(host, device) for device, host in self._back.items()])
+        back = [(host, device) for device, host in self._back.items() if host is not None]
+        read = [device for device, host in self._back.items() if host is None]
+        moves = Moves([*self._out], back, read)
         self.num_out += len(moves.out)
         self.num_back += len(moves.back)
         for block_id in self._held:
@@ -95,6 +113,7 @@ class HostTier:
         return Moves(
             [_pair(source, place, first, first_there) for source, place in moves.out],
             [_pair(place, source, first_there, first) for place, source in moves.back],
+            [block_id if block_id < first else first - 1 - block_id for block_id in moves.from_files],
         )
 
     def find(self, tokens: Sequence[int], salt: str) -> Found | None:
@@ -149,7 +168,9 @@ class HostTier:
         """Copy a cached block to the host before it is given to other content."""
         node, group = block.node, block.group
         assert node is not None, "the block is cached"
-        self._back.pop(block.block_id, None)  # it may be evicted in the step that would load it
+        if block.block_id in self._back:  # it is evicted in the step that would load it
+            del self._back[block.block_id]
+            return
         if node.copies[group] is not None or len(node.tokens) < self.device.block_size:
             return
         if not (self.keeps_all or node.num_pins or node.was_found):

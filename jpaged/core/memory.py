@@ -155,7 +155,8 @@ class Memory:
         if len(sequence.table):  # it was swapped out
             return []
         tokens = sequence.tokens[: sequence.num_tokens - 1]
-        return self.tier.disk.want(request.request_id, tokens, request.cache_salt, most_s)
+        num_blocks = self.pool.most_blocks(-(-sequence.num_tokens // self.pool.block_size))
+        return self.tier.disk.want(request.request_id, tokens, request.cache_salt, num_blocks, most_s)
 
     def forget_node(self, number: int) -> None:
         """Remove all blocks of a node from the prefix cache, in all tiers."""
@@ -376,9 +377,10 @@ class Memory:
         tables = [sequence.table for sequence in (*running, *waiting, *leaving)]
         for pool in (self.pool, self.host_pool):
             if pool is not None:
-                pool.check_invariants(
-                    (*table.block_ids, [page for _, page in table.pages]) for table in tables if table.pool is pool
-                )
+                held = [(*table.block_ids, [page for _, page in table.pages]) for table in tables if table.pool is pool]
+                if self.tier and pool is self.host_pool:
+                    held.append(self.tier.held)
+                pool.check_invariants(held)
 
 
 def _would_repeat(ordered: list[Sequence], matches: list[Match]) -> bool:

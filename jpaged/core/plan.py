@@ -88,14 +88,15 @@ class Entry(NamedTuple):
 class StepPlan:
     """Work of one step.
 
-    The order is: blocks to the host, block copies, blocks from the host, the rows that are copied, admitted and
-    changed, the adapters, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues after its
-    last sample, which stays on the device.
+    The order is: blocks to the host, block copies, blocks from the host and from files, the rows that are copied,
+    admitted and changed, the adapters, then the tokens. A scheduled row without `admitted` or `chosen` tokens continues
+    after its last sample, which stays on the device.
 
     Attributes:
         swap_out: blocks of preempted requests, and evicted ones of the prefix cache, with their places on the host;
             -1 - p stands for page p.
         swap_in: likewise, places on the host with the blocks to which they are copied.
+        from_files: blocks whose content the runner has read from files; -1 - p stands for page p.
         row_copies: forks of a sequence into another row; all are read before any is written.
         released_rows: rows that are free before this step, unless it copies or admits into them.
         entries: changed block-table entries of rows that this plan does not admit.
@@ -111,6 +112,7 @@ class StepPlan:
     swap_out: Pairs = ()
     block_copies: Pairs = ()
     swap_in: Pairs = ()
+    from_files: tuple[int, ...] = ()
     released_rows: tuple[int, ...] = ()
     row_copies: Pairs = ()
     admitted: tuple[Admitted, ...] = ()

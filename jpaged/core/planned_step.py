@@ -53,6 +53,7 @@ class PlannedStep:
     swap_out: Copies = field(default_factory=list)
     block_copies: Copies = field(default_factory=list)
     swap_in: Copies = field(default_factory=list)
+    from_files: list[int] = field(default_factory=list)
     masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[tuple[Request, bool]] = field(default_factory=list)
@@ -65,13 +66,15 @@ class PlannedStep:
             moves = tier.take()
             self.swap_out += moves.out
             self.swap_in += moves.back
-        if not (self.rows or self.swap_out or self.swap_in):
+            self.from_files += moves.from_files
+        if not (self.rows or self.swap_out or self.swap_in or self.from_files):
             return None
         self.plan = StepPlan(
             rows=tuple(self.rows),
             swap_out=tuple(self.swap_out),
             block_copies=tuple(self.block_copies),
             swap_in=tuple(self.swap_in),
+            from_files=tuple(self.from_files),
             masked=tuple(self.masked),
             drafts=tuple(self.drafts),
             pages=tuple(self._pages_of_rows()) if self.memory.pool.num_pages else (),

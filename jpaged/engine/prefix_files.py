@@ -14,7 +14,7 @@ class BlockFiles(Protocol):
     """Files of a runner's blocks."""
 
     def fetch(self, wanted: Files) -> list[bool]:
-        """Read blocks from files to places on the host, between two steps; return whether each is there."""
+        """Read the content of blocks from files, for the next plan; return whether each is there."""
 
     def save(self, written: Files, deleted: Sequence[str]) -> None:
         """Write blocks on the host to files, as they are after the last dispatched step, and delete other files."""

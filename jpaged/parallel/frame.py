@@ -146,6 +146,7 @@ def _check_numbers(plan: StepPlan, sizes: Sizes) -> None:
     _check("swap_out", plan.swap_out, host, (blocks, host))
     _check("block_copies", plan.block_copies, rows * groups, (blocks, blocks))
     _check("swap_in", plan.swap_in, host, (host, blocks))
+    _check_length("from_files", plan.from_files, 0)  # engines on several hosts have no files
     _check_series("released_rows", plan.released_rows, rows, rows)
     _check("row_copies", plan.row_copies, rows, (rows, rows))
     _check_series("admitted.row", [each.row for each in plan.admitted], rows, rows)

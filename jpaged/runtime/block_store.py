@@ -45,6 +45,7 @@ class BlockStore:
         self.pool: Pool = []
         self.host = HostBlocks(placement, gather, scatter, self.block_bytes)
         self.files: DiskStore | None = None
+        self._fetched: dict[int, Any] = {}  # content of blocks, and of pages as -1 - p, that was read from files
         self._form: Any = None  # shape and dtype of a block, and of a page
         self._page_form: Any = None
         self.host_pages = HostBlocks(placement, gather_pages, scatter_pages, cache.states.page_bytes)
@@ -110,7 +111,7 @@ class BlockStore:
     def apply(self, plan: StepPlan) -> None:
         """Move the blocks of a plan.
 
-        The order is: to the host, copies, from the host. So no block is overwritten before it is read.
+        The order is: to the host, copies, from the host and from files. So no block is overwritten before it is read.
         """
         if plan.swap_out:
             self._swap_out(plan.swap_out)
@@ -118,18 +119,16 @@ class BlockStore:
             self._copy_blocks(plan.block_copies)
         if plan.swap_in:
             self._swap_in(plan.swap_in)
+        if plan.from_files:
+            self._write(plan.from_files)
 
     def fetch(self, wanted: Files) -> list[bool]:
-        """Read blocks from files to places on the host; return whether each is there."""
+        """Read the content of blocks from files, for the next plan; return whether each is there."""
         assert self.files is not None, "there are no files"
-        forms = [self._form if place >= 0 else self._page_form for place, _ in wanted]
+        forms = [self._form if block >= 0 else self._page_form for block, _ in wanted]
         found = list(self.files.read([name for _, name in wanted], forms))
-        for (place, _), block in zip(wanted, found, strict=True):
-            if block is not None and place >= 0:
-                self.host.put(place, block)
-            elif block is not None:
-                self.host_pages.put(-1 - place, block)
-        return [block is not None for block in found]
+        self._fetched |= {block: content for (block, _), content in zip(wanted, found, strict=True)}
+        return [content is not None for content in found]
 
     def save(self, written: Files, deleted: Sequence[str]) -> None:
         """Write blocks on the host to files, and delete other files."""
@@ -162,6 +161,16 @@ class BlockStore:
             keys_and_values = self.host.swap_in(keys_and_values, blocks)
         if pages := [(-1 - place, -1 - to) for place, to in moved if place < 0]:
             states = self.host_pages.swap_in(states, pages)
+        self.pool = keys_and_values + states
+
+    def _write(self, fetched: Sequence[int]) -> None:
+        """Write what was read from files into the pool, and drop the rest of it."""
+        keys_and_values, states = self.cache.parts(self.pool)
+        contents, self._fetched = self._fetched, {}
+        if blocks := [(contents[block], block) for block in fetched if block >= 0]:
+            keys_and_values = self.host.write(keys_and_values, blocks)
+        if pages := [(contents[page], -1 - page) for page in fetched if page < 0]:
+            states = self.host_pages.write(states, pages)
         self.pool = keys_and_values + states
 
     def warm_up(self, *, swaps: bool = True) -> None:
@@ -203,6 +212,7 @@ class BlockStore:
             self.pool = self.cache.allocate(self.num_blocks, self.num_pages, self._placement.pool)
         self.host.clear()
         self.host_pages.clear()
+        self._fetched.clear()
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool = self._copy(self.pool, *self._placement.put(padded(copies, self.copy_sizes)))

@@ -221,7 +221,7 @@ class ModelRunner:
         return self.blocks.open_files(root, repr((self.fingerprint(), self.numerics, exact)), limit)
 
     def fetch(self, wanted: Files) -> list[bool]:
-        """Read blocks from files to places on the host; return whether each is there."""
+        """Read the content of blocks from files, for the next plan; return whether each is there."""
         return self.blocks.fetch(wanted)
 
     def save(self, written: Files, deleted: Sequence[str]) -> None:

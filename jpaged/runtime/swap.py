@@ -57,10 +57,13 @@ class HostBlocks:
 
         `pairs` are (block of the host, block of the pool).
         """
-        for part in itertools.batched(pairs, self.transfers[-1]):
-            _, destinations = padded(part, self.transfers)
-            blocks = [self._blocks[host] for host, _ in part]
-            blocks = jax.device_put(blocks, self._place)
+        return self.write(pool, [(self._blocks[host], block) for host, block in pairs])
+
+    def write(self, pool: list[jax.Array], contents: Sequence[tuple[Any, int]]) -> list[jax.Array]:
+        """Write arrays of numpy or jax into blocks of the donated pool, and return the pool."""
+        for part in itertools.batched(contents, self.transfers[-1]):
+            _, destinations = padded([(0, block) for _, block in part], self.transfers)
+            blocks = jax.device_put([content for content, _ in part], self._place)
             blocks += [blocks[0]] * (len(destinations) - len(part))
             pool = self._scatter(pool, blocks, self._placement.put(destinations))
         return pool
@@ -78,10 +81,6 @@ class HostBlocks:
         """Return the shape and the dtype of a block of some arrays."""
         form: jax.ShapeDtypeStruct = jax.eval_shape(self._gather, pool, jax.ShapeDtypeStruct((1,), "int32"))[0]
         return form
-
-    def put(self, block_id: int, block: Any) -> None:
-        """Take a block, an array of numpy or jax, in the place of an id."""
-        self._blocks[block_id] = jax.device_put(block, self._host)
 
     def gathered(self, pool: list[jax.Array], block_ids: Sequence[int]) -> Iterator[jax.Array]:
         """Yield blocks of the pool."""

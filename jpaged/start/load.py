@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.disk_tier import DiskTier
 from jpaged.core.drafts import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
@@ -166,7 +165,7 @@ def _open_files(setup: Setup, runner: ModelRunner, scheduler: Scheduler, token_s
         names, most = runner.open_files(Path(str(config.kv_cache_dir)), limit, exact=setup.resolved.limits.exact)
     except OSError as error:
         raise ValueError(f"kv_cache_dir: {error}") from error
-    tier.disk = DiskTier(tier.device, tier.host, names, most, token_s)
+    tier.open_files(names, most, token_s)
     logger.info("kv_cache_dir: %d files of blocks, of at most %d", len(names), most)
     return runner
 

@@ -237,6 +237,23 @@ def _files_of_one_group(patch):
     patch.setattr(DiskTier, "name_of", lambda tier, node, kind: name_of(tier, node, 0))
 
 
+def _files_stay_unread(patch):
+    take = HostTier.take
+    patch.setattr(HostTier, "take", lambda tier: take(tier)._replace(from_files=[]))
+
+
+def _unwritten_block_goes_to_the_host(patch):
+    """A block whose file was read for the next step is evicted before, and copied to the host."""
+    keep = HostTier._keep
+
+    def careless(tier, block):
+        if tier._back.get(block.block_id, 0) is None:
+            del tier._back[block.block_id]
+        keep(tier, block)
+
+    patch.setattr(HostTier, "_keep", careless)
+
+
 def _state_stays_on_the_host(patch):
     take = HostTier.take
 
@@ -659,6 +676,8 @@ FAULTS = {
     "disk, salt": _file_of_another_salt,
     "disk, update": _files_of_old_parameters,
     "disk, groups": _files_of_one_group,
+    "disk, prefix hit": _files_stay_unread,
+    "disk, eviction": _unwritten_block_goes_to_the_host,
     "groups, window, eviction": _lost_path,
     "groups, prefix hit, eviction": _stale_group,
     "groups, prefix hit": _remembered_once_more,

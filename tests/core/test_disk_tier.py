@@ -126,26 +126,25 @@ def test_requests_that_start_together_find_their_files():
     assert [request.sequences[0].num_cached_tokens for request in requests] == [8, 8, 8]
 
 
-def test_a_host_without_room_for_all_takes_a_part():
+def test_files_need_no_place_on_the_host():
+    scheduler, runner = small(blocks=12, host=2)
+    told(scheduler, runner, "a", [*FIRST, *SECOND])
+    restarted(scheduler, runner)
+    assert told(scheduler, runner, "b", [*FIRST, *SECOND]) == 20
+    assert scheduler.disk.num_read == 5 and scheduler.host_pool.tree.num_copies == 0
+
+
+def test_files_are_read_for_a_request_that_can_start():
     scheduler, runner = small(blocks=12, host=2)
     told(scheduler, runner, "a", FIRST)
     restarted(scheduler, runner)
-    assert told(scheduler, runner, "b", FIRST) == 8
-    told(scheduler, runner, "c", [*FIRST, *SECOND])
-    restarted(scheduler, runner)
-    assert told(scheduler, runner, "d", [*FIRST, *SECOND]) == 8
-
-
-def test_a_host_without_any_room_reads_nothing_and_keeps_no_place():
-    scheduler, runner = small(blocks=12, host=2)
-    told(scheduler, runner, "a", FIRST)
-    restarted(scheduler, runner)
-    host = scheduler.host_pool
-    taken = [host.allocate() for _ in range(2)]
-    assert scheduler.disk.want("b", FIRST, "", 1.0) == [] and host.num_used == 2
-    for place in taken:
-        host.free(place)
-    assert told(scheduler, runner, "c", FIRST) == 8
+    taken = [scheduler.pool.allocate() for _ in range(10)]
+    request = add(scheduler, "b", FIRST, max_tokens=1)
+    assert list(scheduler.wanted_files()) == [] and scheduler.pool.num_free == 2
+    for block_id in taken:
+        scheduler.pool.free(block_id)
+    drain(scheduler, runner)
+    assert request.sequences[0].num_cached_tokens == 8
 
 
 def test_failed_parameters_leave_no_files():

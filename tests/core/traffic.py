@@ -9,7 +9,6 @@ from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.cache_events import CacheEvents
 from jpaged.core.commit import Committed
-from jpaged.core.disk_tier import DiskTier
 from jpaged.core.drafts import Drafter
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
@@ -139,7 +138,7 @@ def make(
                                  num_adapters=adapters, **options)  # fmt: skip
     scheduler.memory._every = 4 * size
     if files and scheduler.memory.tier:
-        scheduler.memory.tier.disk = DiskTier(pool, host_pool, (), files, token_s=1.0)
+        scheduler.memory.tier.open_files((), files, token_s=1.0)
     return scheduler, FakeRunner(blocks, size, host, scheduler=scheduler)
 
 

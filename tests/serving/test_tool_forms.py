@@ -119,6 +119,8 @@ XML = "<function=weather><parameter=city>Rome</parameter>"
         ("mistral", "[TOOL_CALLS]time {}", "", NOON),  # without a mark
         ("mistral", "[TOOL_CALLS]time now: {}", "[TOOL_CALLS]time now: {}", []),
         ("mistral", "[TOOL_CALLS]no[TOOL_CALLS]time[ARGS]{} [TOOL", "[TOOL_CALLS]no [TOOL", NOON),
+        ("mistral", '[TOOL_CALLS] [TOOL_CALLS] {"name": "time"}', "", NOON),
+        ("mistral", "[TOOL_CALLS] [TOOL_CALLS]no", "[TOOL_CALLS] [TOOL_CALLS]no", []),
         ("granite", '<tool_call>[{"name": "time"}]', "", NOON),
         ("granite", '<|tool_call|>[{"name": "time"}, x]', ", x]", NOON),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>time<|tool_call_argument_begin|>{}", "", NOON),

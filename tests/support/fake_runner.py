@@ -151,6 +151,7 @@ class FakeRunner:
         self.states: list[tuple[int, int] | None] = [None] * scheduler.pool.num_pages
         self.host_states: list[tuple[int, int] | None] = [None] * num_host_blocks
         self.files: dict[str, object] = {}
+        self.fetched: dict[int, object] = {}
 
     def step(self, plan: StepPlan) -> StepResult:
         return self.dispatch(plan).result()
@@ -177,6 +178,9 @@ class FakeRunner:
         self._copy(swap_in, self.host, self.memory)
         self._copy(swap_in, self.host_versions, self.versions)
         self._copy(swap_in, self.host_of_output, self.of_output)
+        for block in plan.from_files:
+            self._put(block, self.fetched[block])
+        self.fetched = {}
         self._change_rows(plan)
         self.num_replaced += sum(slot in self.adapters for _, slot in plan.adapters)
         self.adapters |= {slot: adapter for adapter, slot in plan.adapters}
@@ -225,10 +229,8 @@ class FakeRunner:
         return Flying(self, plan, StepResult(samples, prompt))
 
     def fetch(self, files: list[tuple[int, str]]) -> list[bool]:
-        """Read files to places on the host."""
-        for place, name in files:
-            if name in self.files:
-                self._put(place, self.files[name])
+        """Read files for blocks of the next plan."""
+        self.fetched |= {block: self.files[name] for block, name in files if name in self.files}
         return [name in self.files for _, name in files]
 
     def save(self, written: list[tuple[int, str]], deleted: list[str]) -> None:
@@ -246,12 +248,12 @@ class FakeRunner:
             slots = slice(block * self.block_size, (block + 1) * self.block_size)
             self.files[name] = states[-1 - block] if block < 0 else [part[slots] for part in parts]
 
-    def _put(self, place: int, content) -> None:
-        if place < 0:
-            self.host_states[-1 - place] = content
+    def _put(self, block: int, content) -> None:
+        if block < 0:
+            self.states[-1 - block] = content
             return
-        slots = slice(place * self.block_size, (place + 1) * self.block_size)
-        for part, values in zip((self.host, self.host_versions, self.host_of_output), content):
+        slots = slice(block * self.block_size, (block + 1) * self.block_size)
+        for part, values in zip((self.memory, self.versions, self.of_output), content):
             part[slots] = values
 
     def recover(self) -> None:
@@ -342,7 +344,7 @@ class FakeRunner:
         """Check that no other sequence holds the blocks of a write in flight."""
         new = [(row, block) for row, _, _, block in plan.entries]
         new += [(each.row, block) for each in plan.admitted for block in itertools.chain.from_iterable(each.block_ids)]
-        moved = [block for _, block in (*plan.block_copies, *plan.swap_in)]
+        moved = [block for _, block in (*plan.block_copies, *plan.swap_in)] + [*plan.from_files]
         taken = {admitted.row for admitted in plan.admitted} | {row for _, row in plan.row_copies}
         for earlier, writers in self.in_flight:
             assert not taken & {scheduled.row for scheduled in earlier.rows}, "a row of a step in flight is taken"

@@ -73,6 +73,9 @@ class ToolParser(CallReader):
             end = self.at
             if mark == self._form.opening:
                 self.at -= len(mark)
+            else:  # some models repeat it
+                while (yield from self.tag(mark)):
+                    pass
             if not (yield from self._run()):
                 self.at = end
                 self.content += self.take()

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): their values, their slots on the device, and their part of a step.
 
-A layer with an adapter computes W x + s B A x, in two further products for all rows of a step. Where products of groups
-of rows cost no more than the rows (`SlotsForm.grouped`), the rows of a slot are a group, and only slots in use are
-read. Elsewhere adapters of all slots lie side by side in one A and one B, and each row keeps the columns of its own
+A layer with an adapter computes W x + B (s A) x, in two further products for all rows of a step. Where products of
+groups of rows cost no more than the rows (`SlotsForm.grouped`), the rows of a slot are a group, and only slots in use
+are read. Elsewhere adapters of all slots lie side by side in one A and one B, and each row keeps the columns of its own
 slot. To a row without an adapter -0 is added, which leaves the bits of its sums as they are.
 """
 
@@ -43,17 +43,9 @@ class Adapter:
     scales: Mapping[str, float]
 
 
-class Slots(NamedTuple):
-    """Adapters on the device.
-
-    Attributes:
-        pairs: for each layer in the order of `SlotsForm.layers`: A [N R, I] and B [O, N R]; of groups A [N, R, I] and
-            B [N, O, R].
-        scales: [layers, N] float32.
-    """
-
-    pairs: tuple[Pair, ...]
-    scales: Any
+# Adapters on the device, for each layer in the order of `SlotsForm.layers`: A [N R, I] and B [O, N R]; of groups
+# A [N, R, I] and B [N, O, R]. A has been multiplied by the layer's factor.
+type Slots = tuple[Pair, ...]
 
 
 @dataclass(frozen=True)
@@ -82,8 +74,7 @@ class SlotsForm:
         """Return slots without adapters."""
         groups, columns = ((self.size,), self.rank) if self.grouped else ((), self.size * self.rank)
         shapes = [Pair((*groups, columns, i), (*groups, o, columns)) for o, i in self.layers.values()]
-        pairs = [Pair(*(jnp.zeros(shape, self.dtype) for shape in pair)) for pair in shapes]
-        return Slots(tuple(pairs), jnp.ones((len(self.layers), self.size), jnp.float32))
+        return tuple(Pair(*(jnp.zeros(shape, self.dtype) for shape in pair)) for pair in shapes)
 
     def check(self, adapter: Adapter) -> None:
         """Raise ValueError if an adapter does not fit; the message names the layer and the limit."""
@@ -111,13 +102,15 @@ class SlotsForm:
         for name, (outputs, inputs) in self.layers.items():
             nothing = Pair(np.zeros((0, inputs), np.float32), np.zeros((outputs, 0), np.float32))
             pair = adapter.pairs.get(name, nothing)
+            if (scale := adapter.scales.get(name, 1.0)) != 1:
+                pair = pair._replace(a=pair.a.astype(np.float32) * np.float32(scale))
             rest = self.rank - len(pair.a)
             if rest:
                 pair = Pair(module.pad(pair.a, ((0, rest), (0, 0))), module.pad(pair.b, ((0, 0), (0, rest))))
             pairs.append(pair)
         as_served = lambda array: (array[None] if self.grouped else array).astype(self.dtype, copy=False)
-        scales = np.array([[adapter.scales.get(name, 1.0)] for name in self.layers], np.float32)
-        return Slots(jax.tree.map(as_served, tuple(pairs)), scales)
+        served: Slots = jax.tree.map(as_served, tuple(pairs))
+        return served
 
 
 def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike, *, grouped: bool = False) -> SlotsForm:
@@ -134,11 +127,11 @@ def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike, *, grou
 def write_slot(slots: Slots, adapter: Slots, slot: jax.Array) -> Slots:
     """Return slots with one of them, an int32 scalar, replaced by an adapter, which has one slot."""
     place, pairs = jax.lax.dynamic_update_slice_in_dim, []
-    for (all_a, all_b), (a, b) in zip(slots.pairs, adapter.pairs):
+    for (all_a, all_b), (a, b) in zip(slots, adapter):
         columns = 0 if b.ndim == 3 else 1  # the axis of the slots in B
         first_a, first_b = slot * a.shape[0], slot * b.shape[columns]
         pairs.append(Pair(place(all_a, a, first_a, axis=0), place(all_b, b, first_b, axis=columns)))
-    return Slots(tuple(pairs), place(slots.scales, adapter.scales, slot, axis=1))
+    return tuple(pairs)
 
 
 def attach_one(model: Model, adapter: Adapter, num_rows: int, dtype: str, *products: Any) -> None:
@@ -181,15 +174,14 @@ class Adapting:
 
     def __call__(self, x_ti: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, ...]:
         """Return the results [T, O] float32 of some layers' adapters for rows of the same input."""
-        slots_t, options = self._slots_t, {}
+        options = {}
         if self._grouped:
-            x_ti, slots_t = x_ti[self._order_t], slots_t[self._order_t]
+            x_ti = x_ti[self._order_t]
             options = {"sizes_e": self._sizes_n, "tokens_m": self._order_t}
-        pairs = [self._slots.pairs[number] for number in numbers]
+        pairs = [self._slots[number] for number in numbers]
         reduced = self._products(x_ti, *(Weight(pair.a) for pair in pairs), dtype=jnp.float32, **options)
         results = []
-        for number, pair, z_tc in zip(numbers, pairs, reduced, strict=True):
-            z_tc = z_tc * self._slots.scales[number][jnp.maximum(slots_t, 0)][:, None]
+        for pair, z_tc in zip(pairs, reduced, strict=True):
             own_tc = z_tc if self._grouped else jnp.where(self._is_own_tc, z_tc, 0)
             y_to = self._product(own_tc, Weight(pair.b), dtype=jnp.float32, **options)
             y_to = y_to[self._places_t] if self._grouped else y_to

@@ -136,7 +136,7 @@ def test_several_weights_in_one_pass(implementation):
 
 
 @pytest.mark.parametrize("implementation", OPS)
-@pytest.mark.parametrize("name", ["float32", "int8", "int4 in groups of 32"])
+@pytest.mark.parametrize("name", ["float32", pytest.param("int8", marks=pytest.mark.deep), "int4 in groups of 32"])
 @pytest.mark.parametrize("rows", [1, 9, MANY])
 def test_numbers_added_to_the_sums(name, implementation, rows):
     """They are added before the activation, and -0 changes no bit: rows without an adapter have the base's results."""

@@ -43,7 +43,7 @@ TOKYO_CALL = ("weather", '{"city": "東京"}')
             " so",
             [("weather", "{}")],
         ),  # no last brace
-        ("<tool_call><tool_call>" + NOON + "</tool_call>", "<tool_call>", [NOON_CALL]),
+        ("<tool_call><tool_call>" + NOON + "</tool_call>", "", [NOON_CALL]),
         (hermes(NOON.replace("time", "tim"), NOON), hermes(NOON.replace("time", "tim")), [NOON_CALL]),
         ("<tool_call>\nweather(Rome)\n</tool_call>\n", "<tool_call>\nweather(Rome)\n</tool_call>\n", []),
         (ROME, ROME, []),

@@ -58,6 +58,7 @@ class BlockPool:
         epoch: number of times that all content was forgotten.
         min_shared: number of tokens from which on the common beginning of a block is shared.
         most_held: for each group, the maximum blocks that a sequence holds at once; None: no limit.
+        whole: the groups without a window.
         has_windows: whether some group has a window.
     """
 
@@ -71,8 +72,8 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = held_windows(windows, block_size)
         self.most_held = most_held(windows, block_size, reach)
-        self._whole = [group for group, window in enumerate(windows) if window is None]
-        self.has_windows = len(self._whole) < len(windows)
+        self.whole = [group for group, window in enumerate(windows) if window is None]
+        self.has_windows = len(self.whole) < len(windows)
         self.min_shared = min(-(-block_size // 2), MIN_SHARED)
         self.epoch = 0
         self.is_copy = copies_of is not None
@@ -106,11 +107,6 @@ class BlockPool:
     def num_used(self) -> int:
         """Number of blocks of keys and values in use."""
         return self.num_blocks - self.num_free
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether some group has no window."""
-        return bool(self._whole)
 
     def block(self, block_id: int) -> Block:
         """Return the state of a block."""
@@ -251,7 +247,7 @@ class BlockPool:
                 num_known = matched if has_pages else 0
                 if not has_pages or blocks[-1] is not None:
                     num_nodes, num_tokens = len(path), matched
-            if lacks and any(starts[group] for group in self._whole):
+            if lacks and any(starts[group] for group in self.whole):
                 break
         return path[:num_nodes], num_tokens, num_known
 

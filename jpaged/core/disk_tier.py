@@ -120,15 +120,15 @@ class DiskTier:
             return []
         device, groups = self.device, len(self.device.windows)
         path = [node for node, _ in device.tree.walk(tokens, salt, None)]
+        num_used = sum(block.ref_count > 0 for node in path for block in node.blocks[:groups] if block)
+        if num_blocks - num_used > device.num_free:
+            return []
         missing = list(self._missing(path, tokens, salt))
         if not missing:
             return []
         texts = len({index for _, index, _, _ in missing})
         if self.token_s and len(missing) * self.read_s > texts * device.block_size * self.token_s:
             self.read_s *= 0.98  # the disk may have been busy
-            return []
-        num_used = sum(block.ref_count > 0 for node in path for block in node.blocks[:groups] if block)
-        if num_blocks - num_used > device.num_free:
             return []
         # New blocks must not take those of the text itself.
         self._held = [block for node in path for block in (*node.blocks, *node.copies) if block]
@@ -213,9 +213,9 @@ class DiskTier:
                 starts[group] = index + 1
             if all(start <= self.device.first_seen(group, (index + 1) * size) for group, start in enumerate(starts)):
                 end = end if groups in lost else index + 1
-            elif any(starts[group] for group, window in enumerate(self.device.windows) if window is None):
+            elif any(starts[group] for group in self.device.whole):
                 break
-        first = [self.device.first_seen(group, end * size) if self.device.has_whole else 0 for group in range(groups)]
+        first = [self.device.first_seen(group, end * size) if self.device.whole else 0 for group in range(groups)]
         for index, (text, named) in enumerate(zip(texts[:end], found)):
             for kind, name in named:
                 if index >= first[kind] if kind < groups else index == end - 1:

@@ -164,7 +164,7 @@ class BlockStore:
         self.pool = keys_and_values + states
 
     def _write(self, fetched: Sequence[int]) -> None:
-        """Write what was read from files into the pool, and drop the rest of it."""
+        """Write the fetched content of some blocks into the pool, and drop the other content."""
         keys_and_values, states = self.cache.parts(self.pool)
         contents, self._fetched = self._fetched, {}
         if blocks := [(contents[block], block) for block in fetched if block >= 0]:

@@ -13,7 +13,7 @@ TAIL = re.compile(r"(\s|<[^<>\n]*>|\[e~\[)*$")
 
 
 def templates() -> dict[str, str]:
-    """Return the sources by name. Those that vLLM has for its parsers begin with "vllm-"."""
+    """Return the sources by name. The names of vLLM's templates begin with "vllm-"."""
     paths = {path.stem: path for path in sorted(LLAMA_CPP.folder("templates").iterdir())}
     paths |= {f"vllm-{path.stem}": path for path in sorted(VLLM.folder("templates").iterdir())}
     return {name: path.read_text() for name, path in paths.items()}

@@ -3,7 +3,9 @@
 Vector operations are explicit. LLVM turns them into AVX-512, AVX2, NEON or any other instructions that the machine has.
 """
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +26,9 @@ class _BFloatType(ir.Type):  # type: ignore[misc]
 
 BF16 = _BFloatType()
 
+# Arguments of the system call `arch_prctl` of x86-64.
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
+
 type Number = Value | int | float
 
 
@@ -34,6 +39,7 @@ class Machine(NamedTuple):
         lanes: float32 numbers in a vector register.
         registers: number of vector registers.
         has_bf16_dot: whether an instruction adds products of pairs of bfloat16 numbers (AVX-512 BF16).
+        has_bf16_tiles: whether there are instructions for tiles of bfloat16 numbers (AMX), which the process may use.
     """
 
     cpu: str
@@ -41,6 +47,7 @@ class Machine(NamedTuple):
     lanes: int
     registers: int
     has_bf16_dot: bool = False
+    has_bf16_tiles: bool = False
 
     @classmethod
     @functools.cache
@@ -50,7 +57,16 @@ class Machine(NamedTuple):
         wide = bool(has.get("avx512f") and has.get("avx512vl"))
         lanes = 16 if wide else 8 if has.get("avx2") else 4
         registers = 16 if has.get("sse2") and not wide else 32
-        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, bool(wide and has.get("avx512bf16")))
+        dots = bool(wide and has.get("avx512bf16"))
+        tiles = bool(dots and has.get("amx-bf16")) and _may_use_tiles()
+        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, dots, tiles)
+
+
+def _may_use_tiles() -> bool:
+    """Ask the kernel for the registers of AMX for all threads of the process, and return whether it allows them."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
 
 
 def _operator(integer: str, real: str, *, swap: bool = False) -> Callable[["Value", Number], "Value"]:

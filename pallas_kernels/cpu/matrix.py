@@ -99,11 +99,12 @@ class Matrix:
         """Return the bytes of the weights of some inputs."""
         return inputs * self._itemsize // (1 + self.form.is_packed)
 
-    def factors(self, row: Value, num_rows: int) -> Factors:
-        """Write the scales and minima of all groups of some rows as float32 [num_rows, groups]."""
+    def factors(self, rows: Sequence[Value]) -> Factors:
+        """Write the scales and minima of all groups of some rows as float32 [rows, MOST_GROUPS]."""
         if not self.form.group:
             return Factors()
-        return self._converted([(row * self.num_groups, 0)], self.num_groups * num_rows, num_rows * MOST_GROUPS)
+        starts = [(row * self.num_groups, i * MOST_GROUPS) for i, row in enumerate(rows)]
+        return self._converted(starts, self.num_groups, len(rows) * MOST_GROUPS)
 
     def _converted(self, starts: Sequence[tuple[Value, int]], count: Value, size: int) -> Factors:
         """Write `count` scales and minima from each of some indices on into memory of `size` float32 numbers.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.cpu import stream
+from pallas_kernels.cpu import amx, stream
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
@@ -30,9 +30,9 @@ from pallas_kernels.weights import Format, Weight
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
 FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
-LEAST_O, STEP_O = 24, 12  # outputs of its blocks: at least, and in steps of
+STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 7  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 8  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -45,6 +45,7 @@ class Spec(NamedTuple):
         num_weights: number of weights, each with a result, unless they are gated.
         has_experts: whether rows are sorted by expert.
         dots: whether x and weights are bfloat16, and multiplied so. Otherwise x is float32.
+        tiles: whether this is in tile registers, with a further result for packed rows of x.
         adds: whether arrays are added to the sums; they follow those of the weights.
     """
 
@@ -55,6 +56,7 @@ class Spec(NamedTuple):
     gated: bool
     has_experts: bool
     dots: bool = False
+    tiles: bool = False
     adds: bool = False
 
 
@@ -89,13 +91,17 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
     adds = options.added is not None
-    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, adds)
+    tiles = dots and machine.has_bf16_tiles
+    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds)
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    if tiles:
+        results.append(jax.ShapeDtypeStruct(amx.packed_shape(*x_ti.shape), jnp.int32))
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
     x_ti = x_ti if dots else x_ti.astype(jnp.float32)
-    return tuple(multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *(options.added or ())))
+    done = multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *(options.added or ()))
+    return tuple(done[: len(shapes)])
 
 
 def _wanted(rows: int, options: ProductOptions) -> jax.Array:
@@ -148,9 +154,10 @@ class _Writer:
     def _sizes(self, outputs: Value) -> tuple[Value, Value, Value]:
         """Return the number of large blocks, and the sizes of large and of small blocks."""
         code, threads = self.code, num_threads()
-        small = code.maximum(outputs // (SMALL_BLOCKS * threads * STEP_O) * STEP_O, outputs * 0 + LEAST_O)
-        large = outputs * 3 // (4 * threads * STEP_O) * STEP_O  # three quarters of all outputs
-        of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + UNIT_O)
+        step, unit = (amx.WIDTH, 2 * amx.WIDTH) if self.spec.tiles else (STEP_O, UNIT_O)
+        small = code.maximum(outputs // (SMALL_BLOCKS * threads * step) * step, outputs * 0 + unit // 2)
+        large = outputs * 3 // (4 * threads * step) * step  # three quarters of all outputs
+        of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + unit)
         count, large, small = (code.select(self._is_small(), a, b) for a, b in zip(of_few, of_many))
         return count, large, small
 
@@ -179,6 +186,8 @@ class _Writer:
     def units(self) -> Value:
         """Write the code that counts the units; with experts, the last one is of the rows that belong to none."""
         code = self.code
+        if self.spec.tiles:
+            self._input().clear()
         blocks = Variable(code.value(0, I64))
         for weight in self._weights():
             blocks.set(blocks.get() + self._blocks(weight))
@@ -247,19 +256,19 @@ class _Writer:
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
         y, sums = self.call.result(number.get()), [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
-        is_few = code.both(count.compare("<=", self.most_t), matrices[0].num_groups.compare("<=", MOST_GROUPS))
-        width = code.select(is_few, code.value(FEW_O, I64), code.value(UNIT_O, I64))
-        with code.loop(start_o, stop_o, width) as o:
-            end_o = code.minimum(o + width, stop_o)
+        writer: _Vectors | amx.Tiles
+        if self.spec.tiles:
+            first = left.get() * UNIT_T // (amx.SIZE * num_threads())
+            writer = amx.Tiles(self._input(), start_t, stop_t, first)
+        else:
+            writer = _Vectors(self, matrices[0], rows, count)
+        with code.when(count.compare(">", 0)), code.loop(start_o, stop_o, writer.width) as o:
+            end_o = code.minimum(o + writer.width, stop_o)
             for matrix, sums_to in zip(matrices, sums):
                 first_o = expert * matrix.outputs
-                part = Block(matrix, rows, count, sums_to, width, first_o + o, first_o + stop_o)
-                with code.when(is_few):
-                    stream.write_sums(part, self.call.argument(X), end_o - o, self.most_t)
-                with code.when(code.invert(is_few)):
-                    Tiles(part, self.call.argument(X), self.tile_o, self.tile_t, UNIT_O).write(end_o - o)
+                writer.write(matrix, (first_o + o, first_o + end_o, first_o + stop_o), sums_to)
             added = self._added(number.get(), len(matrices))
-            self._finish(matrices, sums, added, expert, (o, end_o), width, y, rows, count)
+            self._finish(matrices, sums, added, expert, (o, end_o), writer, y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
             with (
@@ -267,6 +276,9 @@ class _Writer:
                 code.loop(first + start_o, first + stop_o) as at,
             ):
                 code.store(code.value(0.0, F32), y, at)
+
+    def _input(self) -> amx.Input:
+        return amx.Input(self.call, X, len(self._weights()))
 
     def _matrix(self, number: Value) -> Matrix:
         form, bias = self.spec.form, self.spec.bias
@@ -290,17 +302,17 @@ class _Writer:
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
-        bounds: tuple[Value, Value], of_row: Value, y: Value, rows: Value, count: Value,
+        bounds: tuple[Value, Value], writer: "_Vectors | amx.Tiles", y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
         width = matrices[0].outputs
         last = stop - (stop - start) % lanes
 
-        def result(r: Value, at: Value, o: Value, load: Callable[..., Value]) -> Value:
+        def result(of_row: Value, at: Value, o: Value, load: Callable[..., Value]) -> Value:
             values = []
             for i, (matrix, sums_to) in enumerate(zip(matrices, sums)):
-                value = code.load_vector(sums_to, r * of_row + (o - start), F32, lanes)
+                value = code.load_vector(sums_to, of_row + (o - start), F32, lanes)
                 more = load(added[i], at + o, F32, lanes) if added else None
                 values.append(matrix.finish(value, expert * matrix.outputs + o, load, more))
             if self.spec.gated:
@@ -308,10 +320,41 @@ class _Writer:
             return ACTIVATIONS[self.spec.activation](code, values[0])
 
         with code.loop(0, count) as r:
-            at = code.load(rows, r, I64) * width
+            t = code.load(rows, r, I64)
+            at, of_row = t * width, writer.place(r, t) * writer.width
             with code.loop(start, last, lanes) as o:
-                code.store_vector(result(r, at, o, code.load_vector), y, at + o)
+                code.store_vector(result(of_row, at, o, code.load_vector), y, at + o)
             with code.when(last.compare("<", stop)):
                 left = stop - last
-                vector = result(r, at, last, partial(code.load_part, count=left))
+                vector = result(of_row, at, last, partial(code.load_part, count=left))
                 code.store_part(vector, y, at + last, left)
+
+
+class _Vectors:
+    """Writer of the sums of a block in vectors, for a few rows or for many.
+
+    Attributes:
+        width: most outputs that are computed at once.
+    """
+
+    def __init__(self, writer: _Writer, matrix: Matrix, rows: Value, count: Value):
+        self.code, self._writer, self._rows, self._count = writer.code, writer, rows, count
+        self._is_few = self.code.both(count.compare("<=", writer.most_t), matrix.num_groups.compare("<=", MOST_GROUPS))
+        self.width = self.code.select(self._is_few, self.code.value(FEW_O, I64), self.code.value(UNIT_O, I64))
+
+    def place(self, r: Value, t: Value) -> Value:
+        """Return the place of the sums of row t, the r-th one of the block."""
+        return r
+
+    def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
+        """Write sums [rows, width] of some outputs.
+
+        Args:
+            outputs: the first one, the one after the last, and the one after the last of the unit.
+        """
+        code, writer, (start, stop, end) = self.code, self._writer, outputs
+        x, block = writer.call.argument(X), Block(matrix, self._rows, self._count, sums_to, self.width, start, end)
+        with code.when(self._is_few):
+            stream.write_sums(block, x, stop - start, writer.most_t)
+        with code.when(code.invert(self._is_few)):
+            Tiles(block, x, writer.tile_o, writer.tile_t, UNIT_O).write(stop - start)

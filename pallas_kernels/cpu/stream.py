@@ -6,7 +6,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from pallas_kernels.cpu.code import F32, I8, I32, I64, Machine, Value, Variable
-from pallas_kernels.cpu.matrix import CACHE_LINE, Matrix
+from pallas_kernels.cpu.matrix import CACHE_LINE, MOST_GROUPS, Matrix
 
 OUTPUTS = 4  # that are computed together
 UNROLLED, MOST_UNROLLED = 4, 8  # loads of a turn of the loop without groups; most loads of a group without a loop
@@ -35,11 +35,16 @@ class Block(NamedTuple):
 def _has_streams(matrix: Matrix, num_t: int) -> bool:
     """Return whether outputs that are computed together lie far apart, so that each has its own stream of weights.
 
+    With AVX-512, an Emerald Rapids multiplies weights of all kinds in four streams at twice the rate of one with
+    requests. A Zen 5 reads fastest in one stream, with requests.
+
     A core of a Zen 3 reads four streams at 1.3 times the rate of one. It reads twelve at a lower rate: those of the
-    factors of groups would be further ones. Requests of the code make it slower, unless multiplications take longer. A
-    Zen 5 reads fastest in one stream, with requests.
+    factors of groups would be further ones. Requests of the code make it slower, unless multiplications take longer.
     """
-    return Machine.host().lanes < 16 and not matrix.form.group and (num_t <= 2 or not matrix.is_narrow)
+    machine = Machine.host()
+    if machine.lanes == 16:
+        return not machine.cpu.startswith("znver")
+    return not matrix.form.group and (num_t <= 2 or not matrix.is_narrow)
 
 
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
@@ -77,7 +82,7 @@ class _Stream:
     def write(self) -> None:
         """Write the sums and their store."""
         code, matrix, num_o = self.code, self.matrix, len(self.outputs)
-        self.factors = matrix.factors(self.rows[0], num_o)  # groups: the rows are adjacent
+        self.factors = matrix.factors(self.rows)
         # Narrow weights take more instructions for each byte, which those of several outputs overlap.
         together = num_o if matrix.is_narrow or self.has_streams else 1
         while together > 1 and together * self.num_t > Machine.host().registers // 2:
@@ -129,7 +134,7 @@ class _Stream:
         """Add the products of `step` inputs from k on, or of the `left` last ones."""
         code, matrix, lanes = self.code, self.matrix, self.matrix.lanes
         multiply = code.dot_bf16 if matrix.dots else code.fma
-        places = {i: group + matrix.num_groups * i for i in outputs}
+        places = {i: group + MOST_GROUPS * i for i in outputs}
         weights = [matrix.weights(self.weights[i], k, left, self.factors, places[i]) for i in outputs]
         for n in range(len(weights[0])):
             at = k + n * lanes

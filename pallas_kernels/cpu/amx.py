@@ -1,0 +1,155 @@
+"""Sums of products of bfloat16 numbers in the tile registers of AMX, which hold 16 rows of 64 bytes.
+
+A tile of weights has 32 inputs of 16 outputs, as they lie in memory. A tile of x has the same inputs of 16 rows; in its
+own rows lie pairs of inputs of all 16, as `pack` writes them once for a call. A third tile has the sums of 16 outputs
+for 16 rows. The order of a sum depends only on the number of its inputs.
+"""
+
+from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Value
+from pallas_kernels.cpu.ffi import CallFrame
+from pallas_kernels.cpu.matrix import Matrix
+
+SIZE = 16  # outputs, rows of x, and pairs of inputs of a tile
+ROW_BYTES = 64  # of a tile
+NUM_REGISTERS = 8
+SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4, 5), (6, 7)  # their numbers
+WIDTH = 2 * SIZE  # outputs whose sums are computed together
+PALETTE, BYTES, ROWS = 0, 16, 48  # offsets of the registers' configuration, which has CONFIG_BYTES
+CONFIG_BYTES = 64
+
+
+class Input:
+    """The packed rows of x, each tile of 16 rows behind a cache line that tells whether it is packed.
+
+    Args:
+        x: number of the argument x [T, I] bfloat16.
+        packed: number of the result for the tiles, of `packed_shape`.
+    """
+
+    def __init__(self, call: CallFrame, x: int, packed: int):
+        self.code, self._x, self._packed = call.code, call.argument(x), call.result(packed)
+        self.rows, self.inputs = call.size(x, 0), call.size(x, 1)
+        self.tile_bytes = self.inputs * (2 * SIZE) + ROW_BYTES
+
+    def clear(self) -> None:
+        """Write the state of a call's begin: no tile is packed."""
+        with self.code.loop(0, (self.rows + (SIZE - 1)) // SIZE) as tile:
+            self.code.store(self.code.value(0, I64), self._state(tile), 0)
+
+    def pack(self, first: Value, stop: Value, start: Value) -> None:
+        """Write the packing of the tiles from `first` to below `stop` that are not packed, beginning with `start`.
+
+        Threads that begin with different tiles share the work. If two pack the same tile, they write the same numbers.
+        """
+        code, count = self.code, stop - first
+        with code.loop(0, count) as i:
+            tile = first + (i + start) % count
+            with code.when(code.load_atomic(self._state(tile), 0).compare("==", 0)):
+                self._pack(tile)
+                code.exchange(self._state(tile), 0, code.value(1, I64))
+
+    def address(self, tile: Value) -> Value:
+        """Return the address of a packed tile of rows."""
+        return self.code.at(self._state(tile), ROW_BYTES, I8)
+
+    def _state(self, tile: Value) -> Value:
+        return self.code.at(self._packed, tile * self.tile_bytes, I8)
+
+    def _pack(self, tile: Value) -> None:
+        """Write the packing of a tile; behind the last row of x, it stands again."""
+        code, pairs = self.code, self.inputs // 2
+        rows = [code.minimum(tile * SIZE + i, self.rows - 1) * pairs for i in range(SIZE)]
+        with code.loop(0, pairs, SIZE) as pair:
+            vectors = [code.load_vector(self._x, row + pair, I32, SIZE) for row in rows]
+            for i, vector in enumerate(code.transposed(vectors)):
+                code.store_vector(vector, self.address(tile), (pair + i) * SIZE)
+
+
+def packed_shape(rows: int, inputs: int) -> tuple[int, int]:
+    """Return the shape of the int32 array for the packed rows of x."""
+    return -(-rows // SIZE), ROW_BYTES // 4 + inputs * SIZE // 2
+
+
+class Tiles:
+    """Writer of the sums of a block in tile registers.
+
+    Args:
+        x: rows, of which the block has those from `start_t` to below `stop_t`. They are packed.
+        first: number of the tile with which the packing begins.
+
+    Attributes:
+        width: most outputs that are computed at once.
+    """
+
+    def __init__(self, x: Input, start_t: Value, stop_t: Value, first: Value):
+        self.code, self._x, self.width = x.code, x, x.code.value(WIDTH, I64)
+        self._start, self._stop = start_t // SIZE, (stop_t + (SIZE - 1)) // SIZE
+        x.pack(self._start, self._stop, first)
+        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(SIZE * SIZE, F32)
+        for at in range(CONFIG_BYTES // 8):
+            x.code.store(x.code.value(0, I64), self._config, at)
+        x.code.store(x.code.value(1, I8), self._config, PALETTE)
+        for register in range(NUM_REGISTERS):
+            x.code.store(x.code.value(ROW_BYTES, I8), self._config, BYTES + 2 * register)
+
+    def place(self, r: Value, t: Value) -> Value:
+        """Return the place of the sums of row t, the r-th one of the block."""
+        return t - self._start * SIZE
+
+    def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
+        """Write sums [rows of the tiles, width] of some outputs.
+
+        Args:
+            outputs: the first one, the one after the last, and the one after the last of the unit.
+        """
+        code, start, num_o = self.code, outputs[0], outputs[1] - outputs[0]
+        self._configure(num_o)
+        # Of up to SIZE outputs, the second tile has the last one again, and nothing reads its sums.
+        weights = [matrix.address(start), matrix.address(start + code.minimum(num_o - 1, code.value(SIZE, I64)))]
+        whole = self._stop - (self._stop - self._start) % 2
+        for begin, end, num_t in ((self._start, whole, 2), (whole, self._stop, 1)):
+            with code.loop(begin, end, num_t) as tile:
+                self._sum(matrix, weights, [tile + i for i in range(num_t)])
+                for i in range(num_t):
+                    self._store(i, sums_to, (tile + i - self._start) * SIZE)
+        self._call("tilerelease")
+
+    def _configure(self, num_o: Value) -> None:
+        """Write the registers' sizes: a tile of weights and its sums have as many rows as outputs are left."""
+        code, one = self.code, self.code.value(1, I64)
+        most = code.value(SIZE, I64)
+        outputs = [code.minimum(num_o, most), code.maximum(code.minimum(num_o - SIZE, most), one)]
+        rows = {register: outputs[i] for i in range(2) for register in (WEIGHTS[i], *SUMS[2 * i : 2 * i + 2])}
+        for register in range(NUM_REGISTERS):
+            value = code.cast("trunc", rows.get(register, most), I8)
+            code.store(value, self._config, ROWS + register)
+        self._call("ldtilecfg", self._config)
+
+    def _sum(self, matrix: Matrix, weights: list[Value], tiles: list[Value]) -> None:
+        """Write the sums of two tiles of outputs for one or two tiles of rows into the registers."""
+        code, num_t = self.code, len(tiles)
+        x = [self._x.address(tile) for tile in tiles]
+        pairs = [(i, t) for i in range(2) for t in range(num_t)]
+        for i, t in pairs:
+            self._call("tilezero", SUMS[2 * i + t])
+        with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
+            for i, address in enumerate(weights):
+                self._call("tileloadd64", WEIGHTS[i], code.at(address, at, I8), matrix.row_bytes)
+            for t, address in enumerate(x):
+                self._call("tileloadd64", PACKED[t], code.at(address, at * SIZE, I8), code.value(ROW_BYTES, I64))
+            for i, t in pairs:
+                self._call("tdpbf16ps", SUMS[2 * i + t], WEIGHTS[i], PACKED[t])
+
+    def _store(self, t: int, sums_to: Value, row: Value) -> None:
+        """Write the sums of two tiles of outputs, of the tile of rows `t`, from a row of the memory on."""
+        code = self.code
+        for i in range(2):
+            self._call("tilestored64", SUMS[2 * i + t], self._sums, code.value(ROW_BYTES, I64))
+            vectors = [code.load_vector(self._sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
+            for r, vector in enumerate(code.transposed(vectors)):
+                code.store_vector(vector, sums_to, (row + r) * WIDTH + i * SIZE)
+
+    def _call(self, name: str, *arguments: Value | int) -> None:
+        """Write an instruction, by the numbers of its registers and its operands in memory."""
+        values = [self.code.value(each, I8) if isinstance(each, int) else each for each in arguments]
+        self.code.intrinsic(f"llvm.x86.{name}", *values, result=VOID)

@@ -13,7 +13,7 @@ SIZE = 16  # outputs, rows of x, and pairs of inputs of a tile
 ROW_BYTES = 64  # of a tile
 NUM_REGISTERS = 8
 SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4, 5), (6, 7)  # their numbers
-WIDTH = 2 * SIZE  # outputs whose sums are computed together
+WIDTH, WIDTH_OF_ONE = 2 * SIZE, 24 * SIZE  # outputs whose sums are computed together, for one tile of rows
 PALETTE, BYTES, ROWS = 0, 16, 48  # offsets of the registers' configuration, which has CONFIG_BYTES
 CONFIG_BYTES = 64
 
@@ -82,10 +82,12 @@ class Tiles:
     """
 
     def __init__(self, x: Input, start_t: Value, stop_t: Value, first: Value):
-        self.code, self._x, self.width = x.code, x, x.code.value(WIDTH, I64)
+        self.code, self._x = x.code, x
         self._start, self._stop = start_t // SIZE, (stop_t + (SIZE - 1)) // SIZE
         x.pack(self._start, self._stop, first)
-        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(SIZE * SIZE, F32)
+        self._is_one = (self._stop - self._start).compare("==", 1)
+        self.width = self.code.select(self._is_one, self.code.value(WIDTH_OF_ONE, I64), self.code.value(WIDTH, I64))
+        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(WIDTH_OF_ONE * SIZE, F32)
         for at in range(CONFIG_BYTES // 8):
             x.code.store(x.code.value(0, I64), self._config, at)
         x.code.store(x.code.value(1, I8), self._config, PALETTE)
@@ -103,22 +105,58 @@ class Tiles:
             outputs: the first one, the one after the last, and the one after the last of the unit.
         """
         code, start, num_o = self.code, outputs[0], outputs[1] - outputs[0]
-        self._configure(num_o)
+        with code.when(self._is_one):
+            self._write_one(matrix, start, num_o, sums_to)
+        with code.when(code.invert(self._is_one)):
+            self._write_several(matrix, start, num_o, sums_to)
+        self._call("tilerelease")
+
+    def _write_one(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:
+        """Write the sums for one tile of rows.
+
+        Weights are read once: the outputs of a tile lie far apart, so that each has a stream of its own. The outputs
+        that are left are in a last tile.
+        """
+        code, x = self.code, self._x.address(self._start)
+        distance = num_o // SIZE
+        whole = distance * SIZE
+        for first, stop, stride, rows in (
+            (distance * 0, distance, distance, code.value(SIZE, I64)),
+            (whole, code.minimum(num_o, whole + 1), distance * 0 + 1, num_o - whole),
+        ):
+            with code.when(rows.compare(">", 0)):
+                self._configure([rows, rows])
+            with code.loop(first, stop) as o:
+                self._call("tilezero", SUMS[0])
+                address = matrix.address(start + o)
+                with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
+                    self._load(WEIGHTS[0], code.at(address, at, I8), stride * matrix.row_bytes)
+                    self._load(PACKED[0], code.at(x, at * SIZE, I8), code.value(ROW_BYTES, I64))
+                    self._call("tdpbf16ps", SUMS[0], WEIGHTS[0], PACKED[0])
+                place = code.at(self._sums, o * SIZE, F32)
+                self._call("tilestored64", SUMS[0], place, stride * ROW_BYTES)
+        with code.loop(0, num_o, SIZE) as o:
+            self._transpose(code.at(self._sums, o * SIZE, F32), code.at(sums_to, o, F32), WIDTH_OF_ONE)
+
+    def _write_several(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:
+        """Write the sums of up to WIDTH outputs for several tiles of rows."""
+        code, one, most = self.code, self.code.value(1, I64), self.code.value(SIZE, I64)
+        self._configure([code.minimum(num_o, most), code.maximum(code.minimum(num_o - SIZE, most), one)])
         # Of up to SIZE outputs, the second tile has the last one again, and nothing reads its sums.
-        weights = [matrix.address(start), matrix.address(start + code.minimum(num_o - 1, code.value(SIZE, I64)))]
+        weights = [matrix.address(start), matrix.address(start + code.minimum(num_o - 1, most))]
         whole = self._stop - (self._stop - self._start) % 2
         for begin, end, num_t in ((self._start, whole, 2), (whole, self._stop, 1)):
             with code.loop(begin, end, num_t) as tile:
-                self._sum(matrix, weights, [tile + i for i in range(num_t)])
-                for i in range(num_t):
-                    self._store(i, sums_to, (tile + i - self._start) * SIZE)
-        self._call("tilerelease")
+                self._sum(matrix, weights, [tile + t for t in range(num_t)])
+                for t in range(num_t):
+                    row = code.at(sums_to, (tile + t - self._start) * (SIZE * WIDTH), F32)
+                    for i in range(2):
+                        self._call("tilestored64", SUMS[2 * i + t], self._sums, code.value(ROW_BYTES, I64))
+                        self._transpose(self._sums, code.at(row, i * SIZE, F32), WIDTH)
 
-    def _configure(self, num_o: Value) -> None:
-        """Write the registers' sizes: a tile of weights and its sums have as many rows as outputs are left."""
-        code, one = self.code, self.code.value(1, I64)
-        most = code.value(SIZE, I64)
-        outputs = [code.minimum(num_o, most), code.maximum(code.minimum(num_o - SIZE, most), one)]
+    def _configure(self, outputs: list[Value]) -> None:
+        """Write the registers' sizes: two tiles of weights, and their sums, have some numbers of outputs."""
+        code, most = self.code, self.code.value(SIZE, I64)
         rows = {register: outputs[i] for i in range(2) for register in (WEIGHTS[i], *SUMS[2 * i : 2 * i + 2])}
         for register in range(NUM_REGISTERS):
             value = code.cast("trunc", rows.get(register, most), I8)
@@ -127,27 +165,26 @@ class Tiles:
 
     def _sum(self, matrix: Matrix, weights: list[Value], tiles: list[Value]) -> None:
         """Write the sums of two tiles of outputs for one or two tiles of rows into the registers."""
-        code, num_t = self.code, len(tiles)
-        x = [self._x.address(tile) for tile in tiles]
-        pairs = [(i, t) for i in range(2) for t in range(num_t)]
+        code, x = self.code, [self._x.address(tile) for tile in tiles]
+        pairs = [(i, t) for i in range(2) for t in range(len(tiles))]
         for i, t in pairs:
             self._call("tilezero", SUMS[2 * i + t])
         with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
             for i, address in enumerate(weights):
-                self._call("tileloadd64", WEIGHTS[i], code.at(address, at, I8), matrix.row_bytes)
+                self._load(WEIGHTS[i], code.at(address, at, I8), matrix.row_bytes)
             for t, address in enumerate(x):
-                self._call("tileloadd64", PACKED[t], code.at(address, at * SIZE, I8), code.value(ROW_BYTES, I64))
+                self._load(PACKED[t], code.at(address, at * SIZE, I8), code.value(ROW_BYTES, I64))
             for i, t in pairs:
                 self._call("tdpbf16ps", SUMS[2 * i + t], WEIGHTS[i], PACKED[t])
 
-    def _store(self, t: int, sums_to: Value, row: Value) -> None:
-        """Write the sums of two tiles of outputs, of the tile of rows `t`, from a row of the memory on."""
-        code = self.code
-        for i in range(2):
-            self._call("tilestored64", SUMS[2 * i + t], self._sums, code.value(ROW_BYTES, I64))
-            vectors = [code.load_vector(self._sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
-            for r, vector in enumerate(code.transposed(vectors)):
-                code.store_vector(vector, sums_to, (row + r) * WIDTH + i * SIZE)
+    def _transpose(self, sums: Value, to: Value, width: int) -> None:
+        """Write the sums of a tile [outputs, rows] into memory [rows, width]."""
+        vectors = [self.code.load_vector(sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
+        for r, vector in enumerate(self.code.transposed(vectors)):
+            self.code.store_vector(vector, to, r * width)
+
+    def _load(self, register: int, address: Value, stride: Value) -> None:
+        self._call("tileloadd64", register, address, stride)
 
     def _call(self, name: str, *arguments: Value | int) -> None:
         """Write an instruction, by the numbers of its registers and its operands in memory."""

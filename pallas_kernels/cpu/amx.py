@@ -16,6 +16,7 @@ SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4, 5), (6, 7)  # their numbers
 WIDTH, WIDTH_OF_ONE = 2 * SIZE, 24 * SIZE  # outputs whose sums are computed together, for one tile of rows
 PALETTE, BYTES, ROWS = 0, 16, 48  # offsets of the registers' configuration, which has CONFIG_BYTES
 CONFIG_BYTES = 64
+AHEAD = 512  # prefetch distance of each stream of weights in bytes
 
 
 class Input:
@@ -114,8 +115,8 @@ class Tiles:
     def _write_one(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:
         """Write the sums for one tile of rows.
 
-        Weights are read once: the outputs of a tile lie far apart, so that each has a stream of its own. The outputs
-        that are left are in a last tile.
+        Weights are read once: the outputs of a tile lie far apart, so that each has a stream of its own, with requests
+        that go on in its next row. The outputs that are left are in a last tile.
         """
         code, x = self.code, self._x.address(self._start)
         distance = num_o // SIZE
@@ -130,6 +131,8 @@ class Tiles:
                 self._call("tilezero", SUMS[0])
                 address = matrix.address(start + o)
                 with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
+                    for i in range(SIZE):
+                        matrix.prefetch_soon((start + o + stride * i) * matrix.row_bytes + (at + AHEAD))
                     self._load(WEIGHTS[0], code.at(address, at, I8), stride * matrix.row_bytes)
                     self._load(PACKED[0], code.at(x, at * SIZE, I8), code.value(ROW_BYTES, I64))
                     self._call("tdpbf16ps", SUMS[0], WEIGHTS[0], PACKED[0])

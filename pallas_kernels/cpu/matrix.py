@@ -226,6 +226,10 @@ class Matrix:
         """Request the weights at a byte, which are used once: they do not replace others in the second cache."""
         self._request(at, locality=0)
 
+    def prefetch_soon(self, at: Value) -> None:
+        """Request the weights at a byte, which are used next, into the first cache."""
+        self._request(at, locality=3)
+
     def _request(self, at: Value, locality: int) -> None:
         options = [self.code.value(number, I32) for number in (0, locality, 1)]
         self.code.intrinsic("llvm.prefetch.p0", self.code.at(self._values, at, I8), *options, result=VOID)

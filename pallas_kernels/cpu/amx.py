@@ -1,8 +1,8 @@
 """Sums of products of bfloat16 numbers in the tile registers of AMX, which hold 16 rows of 64 bytes.
 
 A tile of weights has 32 inputs of 16 outputs, as they lie in memory. A tile of x has the same inputs of 16 rows; in its
-own rows lie pairs of inputs of all 16, as `pack` writes them once for a call. A third tile has the sums of 16 outputs
-for 16 rows. The order of a sum depends only on the number of its inputs.
+own rows lie pairs of inputs of all 16, as `pack` writes them once for a call. A single row is such a tile as it is. A
+third tile has the sums of 16 outputs for these rows. The order of a sum depends only on the number of its inputs.
 """
 
 from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Value
@@ -10,7 +10,7 @@ from pallas_kernels.cpu.ffi import CallFrame
 from pallas_kernels.cpu.matrix import Matrix
 
 SIZE = 16  # outputs, rows of x, and pairs of inputs of a tile
-ROW_BYTES = 64  # of a tile
+ROW_BYTES, PAIR_BYTES = 64, 4  # of a row of a tile, and of each of its pairs of inputs or sums
 NUM_REGISTERS = 8
 SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4, 5), (6, 7)  # their numbers
 WIDTH, WIDTH_OF_ONE = 2 * SIZE, 24 * SIZE  # outputs whose sums are computed together, for one tile of rows
@@ -25,12 +25,17 @@ class Input:
     Args:
         x: number of the argument x [T, I] bfloat16.
         packed: number of the result for the tiles, of `packed_shape`.
+
+    Attributes:
+        row_bytes: of a tile's rows.
     """
 
     def __init__(self, call: CallFrame, x: int, packed: int):
         self.code, self._x, self._packed = call.code, call.argument(x), call.result(packed)
         self.rows, self.inputs = call.size(x, 0), call.size(x, 1)
-        self.tile_bytes = self.inputs * (2 * SIZE) + ROW_BYTES
+        self.is_single = self.rows.compare("==", 1)
+        self.row_bytes = self.code.select(self.is_single, self.rows * PAIR_BYTES, self.rows * 0 + ROW_BYTES)
+        self._tile_bytes = self.inputs * (2 * SIZE) + ROW_BYTES
 
     def clear(self) -> None:
         """Write the state of a call's begin: no tile is packed."""
@@ -43,18 +48,21 @@ class Input:
         Threads that begin with different tiles share the work. If two pack the same tile, they write the same numbers.
         """
         code, count = self.code, stop - first
-        with code.loop(0, count) as i:
+        with code.loop(0, code.select(self.is_single, count * 0, count)) as i:
             tile = first + (i + start) % count
             with code.when(code.load_atomic(self._state(tile), 0).compare("==", 0)):
                 self._pack(tile)
                 code.exchange(self._state(tile), 0, code.value(1, I64))
 
     def address(self, tile: Value) -> Value:
-        """Return the address of a packed tile of rows."""
+        """Return the address of a tile of rows."""
+        return self.code.select(self.is_single, self._x, self._packed_at(tile))
+
+    def _packed_at(self, tile: Value) -> Value:
         return self.code.at(self._state(tile), ROW_BYTES, I8)
 
     def _state(self, tile: Value) -> Value:
-        return self.code.at(self._packed, tile * self.tile_bytes, I8)
+        return self.code.at(self._packed, tile * self._tile_bytes, I8)
 
     def _pack(self, tile: Value) -> None:
         """Write the packing of a tile; behind the last row of x, it stands again."""
@@ -63,12 +71,12 @@ class Input:
         with code.loop(0, pairs, SIZE) as pair:
             vectors = [code.load_vector(self._x, row + pair, I32, SIZE) for row in rows]
             for i, vector in enumerate(code.transposed(vectors)):
-                code.store_vector(vector, self.address(tile), (pair + i) * SIZE)
+                code.store_vector(vector, self._packed_at(tile), (pair + i) * SIZE)
 
 
 def packed_shape(rows: int, inputs: int) -> tuple[int, int]:
     """Return the shape of the int32 array for the packed rows of x."""
-    return -(-rows // SIZE), ROW_BYTES // 4 + inputs * SIZE // 2
+    return -(-rows // SIZE), ROW_BYTES // 4 + (inputs * SIZE // 2 if rows > 1 else 0)
 
 
 class Tiles:
@@ -93,7 +101,8 @@ class Tiles:
             x.code.store(x.code.value(0, I64), self._config, at)
         x.code.store(x.code.value(1, I8), self._config, PALETTE)
         for register in range(NUM_REGISTERS):
-            x.code.store(x.code.value(ROW_BYTES, I8), self._config, BYTES + 2 * register)
+            size = x.code.value(ROW_BYTES, I64) if register in WEIGHTS else x.row_bytes
+            x.code.store(x.code.cast("trunc", size, I8), self._config, BYTES + 2 * register)
 
     def place(self, r: Value, t: Value) -> Value:
         """Return the place of the sums of row t, the r-th one of the block."""
@@ -118,7 +127,8 @@ class Tiles:
         Weights are read once: the outputs of a tile lie far apart, so that each has a stream of its own, with requests
         that go on in its next row. The outputs that are left are in a last tile.
         """
-        code, x = self.code, self._x.address(self._start)
+        code, x, row_bytes = self.code, self._x.address(self._start), self._x.row_bytes
+        sums = code.select(self._x.is_single, sums_to, self._sums)  # [outputs, rows]
         distance = num_o // SIZE
         whole = distance * SIZE
         for first, stop, stride, rows in (
@@ -134,11 +144,10 @@ class Tiles:
                     for i in range(SIZE):
                         matrix.prefetch_soon((start + o + stride * i) * matrix.row_bytes + (at + AHEAD))
                     self._load(WEIGHTS[0], code.at(address, at, I8), stride * matrix.row_bytes)
-                    self._load(PACKED[0], code.at(x, at * SIZE, I8), code.value(ROW_BYTES, I64))
+                    self._load(PACKED[0], code.at(x, at // PAIR_BYTES * row_bytes, I8), row_bytes)
                     self._call("tdpbf16ps", SUMS[0], WEIGHTS[0], PACKED[0])
-                place = code.at(self._sums, o * SIZE, F32)
-                self._call("tilestored64", SUMS[0], place, stride * ROW_BYTES)
-        with code.loop(0, num_o, SIZE) as o:
+                self._call("tilestored64", SUMS[0], code.at(sums, o * row_bytes, I8), stride * row_bytes)
+        with code.loop(0, code.select(self._x.is_single, num_o * 0, num_o), SIZE) as o:
             self._transpose(code.at(self._sums, o * SIZE, F32), code.at(sums_to, o, F32), WIDTH_OF_ONE)
 
     def _write_several(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:

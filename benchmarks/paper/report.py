@@ -33,8 +33,8 @@ No figure on this page was measured on a GPU. `make bench` runs the evaluation a
 [a report of its own](../benchmarks/results/scheduler/report.md).
 
 On a CPU, `benchmarks/engine/cpu_step.py` divides the time of a step into parts, `cpu_bytes.py` measures the share of
-the read bandwidth that a decode step of one row reaches for each kind of weights, and `experts.py` compares the grouped
-products of a mixture of experts with XLA's.
+the read bandwidth that a decode step of one row reaches for each kind of weights, `cpu_products.py` times all products
+of a step by the number of rows, and `experts.py` compares the grouped products of a mixture of experts with XLA's.
 
 `benchmarks/engine/agents.py` serves sessions of agents with evicted prefixes on the host and with pinned ones, on a CPU
 and in the simulator ([report](../benchmarks/results/agents/report.md))."""

@@ -70,9 +70,11 @@ def hash_arrays(described: str, arrays: Mapping[str, jax.Array]) -> str:
 
 
 def _device(placement: Placement, kernels: str) -> str:
-    """Return the kind of the devices; for compiled CPU kernels, the processor that they are compiled for."""
+    """Return the kind of the devices; for compiled CPU kernels, the processor and its instructions that they use."""
     if kernels != "cpu":
         return str(placement.device.device_kind)
     from pallas_kernels.cpu.code import Machine
 
-    return Machine.host().cpu
+    machine = Machine.host()
+    bfloat16 = "tiles" if machine.has_bf16_tiles else "pairs" if machine.has_bf16_dot else "float32"
+    return f"{machine.cpu}, vectors of {machine.lanes}, bfloat16 in {bfloat16}"

@@ -114,6 +114,21 @@ def test_the_parts_of_a_step_on_a_cpu_add_up(tmp_path):
 
 
 @pytest.mark.deep
+def test_the_products_of_a_step_are_timed_for_each_kind_of_weights(tmp_path):
+    done = run("engine/cpu_products.py", "--layers", "1", "--rounds", "1", "--rows", "1", "9", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    ways = {row["way"] for row in rows}
+    assert {"float32", "bfloat16 in float32", "int8", "4 bits in groups of 32"} <= ways
+    assert len(rows) == 2 * len(ways)
+    # Bytes follow from a rate and a time: one layer and the logits.
+    sizes = {row["way"]: row["gb_s"] * row["ms"] for row in rows}
+    numbers = 576 * (2 * 576 + 2 * 192 + 3 * 1536 + 49152)
+    assert math.isclose(sizes["float32"], 4 * numbers / 1e6)
+    assert math.isclose(sizes["4 bits in groups of 32"], (0.5 + 4 / 32) * numbers / 1e6)
+
+
+@pytest.mark.deep
 def test_the_bytes_of_a_decode_step_follow_from_the_kinds_of_weights(tmp_path):
     done = run("engine/cpu_bytes.py", "--tiny", "--rounds", "1", "--kinds", "bfloat16", "int4", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

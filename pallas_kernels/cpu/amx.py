@@ -12,8 +12,10 @@ from pallas_kernels.cpu.matrix import Matrix
 SIZE = 16  # outputs, rows of x, and pairs of inputs of a tile
 ROW_BYTES, PAIR_BYTES = 64, 4  # of a row of a tile, and of each of its pairs of inputs or sums
 NUM_REGISTERS = 8
-SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4, 5), (6, 7)  # their numbers
-WIDTH, WIDTH_OF_ONE = 2 * SIZE, 24 * SIZE  # outputs whose sums are computed together, for one tile of rows
+SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4,), (5, 6, 7)  # their numbers
+MOST_TILES = len(SUMS)  # of rows, that are multiplied by the same weights
+WIDTHS = 768  # outputs whose sums are computed together, for one tile of rows; a part of it for several
+SMALL_T, UNIT_O = MOST_TILES * SIZE, 96  # rows of a small call; outputs of a unit of a large one
 PALETTE, BYTES, ROWS = 0, 16, 48  # offsets of the registers' configuration, which has CONFIG_BYTES
 CONFIG_BYTES = 64
 AHEAD = 512  # prefetch distance of each stream of weights in bytes
@@ -94,9 +96,8 @@ class Tiles:
         self.code, self._x = x.code, x
         self._start, self._stop = start_t // SIZE, (stop_t + (SIZE - 1)) // SIZE
         x.pack(self._start, self._stop, first)
-        self._is_one = (self._stop - self._start).compare("==", 1)
-        self.width = self.code.select(self._is_one, self.code.value(WIDTH_OF_ONE, I64), self.code.value(WIDTH, I64))
-        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(WIDTH_OF_ONE * SIZE, F32)
+        self.width = x.code.value(WIDTHS, I64) // (self._stop - self._start) // SIZE * SIZE
+        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(WIDTHS * SIZE, F32)
         for at in range(CONFIG_BYTES // 8):
             x.code.store(x.code.value(0, I64), self._config, at)
         x.code.store(x.code.value(1, I8), self._config, PALETTE)
@@ -111,24 +112,14 @@ class Tiles:
     def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
         """Write sums [rows of the tiles, width] of some outputs.
 
+        Weights are read from memory once: the outputs of a tile lie far apart, so that each has a stream of its own,
+        with requests that go on in its next row. The outputs that are left are in a last tile.
+
         Args:
             outputs: the first one, the one after the last, and the one after the last of the unit.
         """
         code, start, num_o = self.code, outputs[0], outputs[1] - outputs[0]
-        with code.when(self._is_one):
-            self._write_one(matrix, start, num_o, sums_to)
-        with code.when(code.invert(self._is_one)):
-            self._write_several(matrix, start, num_o, sums_to)
-        self._call("tilerelease")
-
-    def _write_one(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:
-        """Write the sums for one tile of rows.
-
-        Weights are read once: the outputs of a tile lie far apart, so that each has a stream of its own, with requests
-        that go on in its next row. The outputs that are left are in a last tile.
-        """
-        code, x, row_bytes = self.code, self._x.address(self._start), self._x.row_bytes
-        sums = code.select(self._x.is_single, sums_to, self._sums)  # [outputs, rows]
+        sums = code.select(self._x.is_single, sums_to, self._sums)  # [tiles, outputs, rows]
         distance = num_o // SIZE
         whole = distance * SIZE
         for first, stop, stride, rows in (
@@ -136,64 +127,52 @@ class Tiles:
             (whole, code.minimum(num_o, whole + 1), distance * 0 + 1, num_o - whole),
         ):
             with code.when(rows.compare(">", 0)):
-                self._configure([rows, rows])
-            with code.loop(first, stop) as o:
-                self._call("tilezero", SUMS[0])
-                address = matrix.address(start + o)
-                with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
-                    for i in range(SIZE):
-                        matrix.prefetch_soon((start + o + stride * i) * matrix.row_bytes + (at + AHEAD))
-                    self._load(WEIGHTS[0], code.at(address, at, I8), stride * matrix.row_bytes)
-                    self._load(PACKED[0], code.at(x, at // PAIR_BYTES * row_bytes, I8), row_bytes)
-                    self._call("tdpbf16ps", SUMS[0], WEIGHTS[0], PACKED[0])
-                self._call("tilestored64", SUMS[0], code.at(sums, o * row_bytes, I8), stride * row_bytes)
-        with code.loop(0, code.select(self._x.is_single, num_o * 0, num_o), SIZE) as o:
-            self._transpose(code.at(self._sums, o * SIZE, F32), code.at(sums_to, o, F32), WIDTH_OF_ONE)
+                self._configure(rows)
+            with code.loop(self._start, self._stop, MOST_TILES) as tile:
+                count = code.minimum(self._stop - tile, code.value(MOST_TILES, I64))
+                for num_t in range(1, MOST_TILES + 1):
+                    with code.when(count.compare("==", num_t)), code.loop(first, stop) as o:
+                        self._sum(matrix, start + o, stride, tile, num_t)
+                        for t in range(num_t):
+                            place = ((tile + t - self._start) * self.width + o) * self._x.row_bytes
+                            self._call("tilestored64", SUMS[t], code.at(sums, place, I8), stride * self._x.row_bytes)
+        count = self._stop - self._start
+        with (
+            code.loop(0, code.select(self._x.is_single, count * 0, count)) as tile,
+            code.loop(0, num_o, SIZE) as o,
+        ):
+            of_tile = tile * self.width
+            self._transpose(code.at(self._sums, (of_tile + o) * SIZE, F32), code.at(sums_to, of_tile * SIZE + o, F32))
+        self._call("tilerelease")
 
-    def _write_several(self, matrix: Matrix, start: Value, num_o: Value, sums_to: Value) -> None:
-        """Write the sums of up to WIDTH outputs for several tiles of rows."""
-        code, one, most = self.code, self.code.value(1, I64), self.code.value(SIZE, I64)
-        self._configure([code.minimum(num_o, most), code.maximum(code.minimum(num_o - SIZE, most), one)])
-        # Of up to SIZE outputs, the second tile has the last one again, and nothing reads its sums.
-        weights = [matrix.address(start), matrix.address(start + code.minimum(num_o - 1, most))]
-        whole = self._stop - (self._stop - self._start) % 2
-        for begin, end, num_t in ((self._start, whole, 2), (whole, self._stop, 1)):
-            with code.loop(begin, end, num_t) as tile:
-                self._sum(matrix, weights, [tile + t for t in range(num_t)])
-                for t in range(num_t):
-                    row = code.at(sums_to, (tile + t - self._start) * (SIZE * WIDTH), F32)
-                    for i in range(2):
-                        self._call("tilestored64", SUMS[2 * i + t], self._sums, code.value(ROW_BYTES, I64))
-                        self._transpose(self._sums, code.at(row, i * SIZE, F32), WIDTH)
-
-    def _configure(self, outputs: list[Value]) -> None:
-        """Write the registers' sizes: two tiles of weights, and their sums, have some numbers of outputs."""
-        code, most = self.code, self.code.value(SIZE, I64)
-        rows = {register: outputs[i] for i in range(2) for register in (WEIGHTS[i], *SUMS[2 * i : 2 * i + 2])}
+    def _configure(self, outputs: Value) -> None:
+        """Write the registers' sizes: a tile of weights, and its sums, have a number of outputs."""
+        code = self.code
         for register in range(NUM_REGISTERS):
-            value = code.cast("trunc", rows.get(register, most), I8)
-            code.store(value, self._config, ROWS + register)
+            rows = outputs if register in (*WEIGHTS, *SUMS) else code.value(SIZE, I64)
+            code.store(code.cast("trunc", rows, I8), self._config, ROWS + register)
         self._call("ldtilecfg", self._config)
 
-    def _sum(self, matrix: Matrix, weights: list[Value], tiles: list[Value]) -> None:
-        """Write the sums of two tiles of outputs for one or two tiles of rows into the registers."""
-        code, x = self.code, [self._x.address(tile) for tile in tiles]
-        pairs = [(i, t) for i in range(2) for t in range(len(tiles))]
-        for i, t in pairs:
-            self._call("tilezero", SUMS[2 * i + t])
+    def _sum(self, matrix: Matrix, output: Value, stride: Value, tile: Value, num_t: int) -> None:
+        """Write the sums of a tile of outputs, `stride` rows apart, for some tiles of rows into the registers."""
+        code, row_bytes = self.code, self._x.row_bytes
+        x = [self._x.address(tile + t) for t in range(num_t)]
+        for t in range(num_t):
+            self._call("tilezero", SUMS[t])
         with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
-            for i, address in enumerate(weights):
-                self._load(WEIGHTS[i], code.at(address, at, I8), matrix.row_bytes)
+            for i in range(SIZE):
+                matrix.prefetch_soon((output + stride * i) * matrix.row_bytes + (at + AHEAD))
+            self._load(WEIGHTS[0], code.at(matrix.address(output), at, I8), stride * matrix.row_bytes)
             for t, address in enumerate(x):
-                self._load(PACKED[t], code.at(address, at * SIZE, I8), code.value(ROW_BYTES, I64))
-            for i, t in pairs:
-                self._call("tdpbf16ps", SUMS[2 * i + t], WEIGHTS[i], PACKED[t])
+                packed = PACKED[t % len(PACKED)]
+                self._load(packed, code.at(address, at // PAIR_BYTES * row_bytes, I8), row_bytes)
+                self._call("tdpbf16ps", SUMS[t], WEIGHTS[0], packed)
 
-    def _transpose(self, sums: Value, to: Value, width: int) -> None:
-        """Write the sums of a tile [outputs, rows] into memory [rows, width]."""
+    def _transpose(self, sums: Value, to: Value) -> None:
+        """Write sums [outputs, rows] into memory [rows, width]."""
         vectors = [self.code.load_vector(sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
         for r, vector in enumerate(self.code.transposed(vectors)):
-            self.code.store_vector(vector, to, r * width)
+            self.code.store_vector(vector, to, self.width * r)
 
     def _load(self, register: int, address: Value, stride: Value) -> None:
         self._call("tileloadd64", register, address, stride)

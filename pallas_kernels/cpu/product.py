@@ -143,18 +143,19 @@ class _Writer:
         self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
         self.most_t = 2 * self.tile_t  # rows of a stream
         self.first = STARTS + spec.has_experts  # argument of the first weight
+        self._sums_size = amx.SIZE * amx.WIDTHS if spec.tiles else UNIT_T * UNIT_O
 
     # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. In a
     # call of a few rows each thread first has a large block of outputs, because weights are read fastest where they lie
     # in a row. The rest of the outputs are small blocks, so that all threads end at about the same time.
 
     def _is_small(self) -> Value:
-        return self.call.size(X, 0).compare("<=", SMALL_T)
+        return self.call.size(X, 0).compare("<=", amx.SMALL_T if self.spec.tiles else SMALL_T)
 
     def _sizes(self, outputs: Value) -> tuple[Value, Value, Value]:
         """Return the number of large blocks, and the sizes of large and of small blocks."""
         code, threads = self.code, num_threads()
-        step, unit = (amx.WIDTH, 2 * amx.WIDTH) if self.spec.tiles else (STEP_O, UNIT_O)
+        step, unit = (amx.SIZE, amx.UNIT_O) if self.spec.tiles else (STEP_O, UNIT_O)
         small = code.maximum(outputs // (SMALL_BLOCKS * threads * step) * step, outputs * 0 + unit // 2)
         large = outputs * 3 // (4 * threads * step) * step  # three quarters of all outputs
         of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + unit)
@@ -254,7 +255,7 @@ class _Writer:
         rows = code.scratch(UNIT_T, I64)  # the rows that are computed
         count = self._choose_rows(rows, start_t, stop_t)
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
-        y, sums = self.call.result(number.get()), [code.scratch(UNIT_T * UNIT_O, F32) for _ in matrices]
+        y, sums = self.call.result(number.get()), [code.scratch(self._sums_size, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
         writer: _Vectors | amx.Tiles
         if self.spec.tiles:

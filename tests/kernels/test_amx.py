@@ -17,7 +17,7 @@ from tests.kernels.test_product import OPS, assert_product
 pytestmark = pytest.mark.skipif(not Machine.host().has_bf16_tiles, reason="this processor has no tiles of bfloat16")
 
 MANY = 2 * UNIT_T + 45
-ROWS = (1, 2, 16, 17, 33, UNIT_T, MANY)
+ROWS = (1, 2, 16, 17, 33, 49, 65, UNIT_T, MANY)
 VERSIONS = itertools.count(10**6)  # of targets
 
 
@@ -32,7 +32,7 @@ def exact_product(x_ti: jax.Array, matrix_oi: np.ndarray) -> np.ndarray:
     return np.asarray(x_ti, np.float64) @ matrix_oi.T
 
 
-@pytest.mark.parametrize("outputs", [3, 16, 50, amx.WIDTH_OF_ONE + 33])
+@pytest.mark.parametrize("outputs", [3, 16, 50, amx.WIDTHS + 33])
 @pytest.mark.parametrize("depth", [64, 96, 1152])
 def test_each_number_of_rows_has_the_same_bits(outputs, depth, multiply):
     x_ti, weight = x_of(MANY, depth, "bfloat16"), weight_in(FORMS["bfloat16"], outputs, depth)
@@ -78,7 +78,7 @@ def _pack_another(self, tile):
 
 
 def _configure_one(self, outputs):
-    CONFIGURE(self, [outputs[0], outputs[0] * 0 + 1])
+    CONFIGURE(self, outputs * 0 + 1)
 
 
 PACK, CONFIGURE = amx.Input._pack, amx.Tiles._configure
@@ -86,7 +86,7 @@ FAULTS = {
     "a tile of rows is not packed": (amx.Input, "_pack", lambda self, tile: None),
     "another tile of rows is packed": (amx.Input, "_pack", _pack_another),
     "a tile of weights of one output": (amx.Tiles, "_configure", _configure_one),
-    "sums that are not turned": (amx.Tiles, "_transpose", lambda self, sums, to, width: None),
+    "sums that are not turned": (amx.Tiles, "_transpose", lambda self, sums, to: None),
 }
 
 

@@ -12,6 +12,7 @@ from pallas_kernels.weights import E2M1, MIDDLE, PACKED, Format, Weight
 CACHE_LINE = 64
 AHEAD = 4096  # prefetch distance of products with many rows, in bytes
 TABLE = 16  # numbers that 4 bits can be, and float32 numbers of a vector of AVX-512
+ROWS_AHEAD = 4  # prefetch distance of factors in rows
 MAX_GROUPS = 80  # groups of the inputs that are multiplied together, and one vector more
 MOST_GROUPS = 512  # groups of an output whose sums for a few rows have code
 
@@ -115,11 +116,12 @@ class Matrix:
         for name in ("scales", "minima"):
             if name not in self._dtypes:
                 continue
-            array, (_, load) = self._arrays[name], self._loader(name)
+            array, (element, load) = self._arrays[name], self._loader(name)
             addresses[name] = place = code.scratch(size + self.lanes, F32)
             whole = self._all_rows * self.num_groups - self.lanes  # from here on a vector would pass the array's end
             for first, to in starts:
                 with code.loop(0, count, self.lanes) as g:
+                    self._prefetch(code.at(array, first + g + self.num_groups * ROWS_AHEAD, element), locality=3)
                     with code.when((first + g).compare("<=", whole)):
                         code.store_vector(load(code, array, first + g), place, g + to)
                     with code.when((first + g).compare(">", whole)):
@@ -231,5 +233,8 @@ class Matrix:
         self._request(at, locality=3)
 
     def _request(self, at: Value, locality: int) -> None:
+        self._prefetch(self.code.at(self._values, at, I8), locality)
+
+    def _prefetch(self, address: Value, locality: int) -> None:
         options = [self.code.value(number, I32) for number in (0, locality, 1)]
-        self.code.intrinsic("llvm.prefetch.p0", self.code.at(self._values, at, I8), *options, result=VOID)
+        self.code.intrinsic("llvm.prefetch.p0", address, *options, result=VOID)

@@ -1,24 +1,63 @@
-"""Sums of products of bfloat16 numbers in the tile registers of AMX, which hold 16 rows of 64 bytes.
+"""The tile registers of AMX, which hold 16 rows of 64 bytes, and rows of x for them.
 
-A tile of weights has 32 inputs of 16 outputs, as they lie in memory. A tile of x has the same inputs of 16 rows; in its
-own rows lie pairs of inputs of all 16, as `pack` writes them once for a call. A single row is such a tile as it is. A
-third tile has the sums of 16 outputs for these rows. The order of a sum depends only on the number of its inputs.
+An instruction multiplies a tile of 16 rows and 32 inputs by one of the same inputs and 16 columns, and adds the
+products to a third tile of 16 x 16 sums. In the rows of the second one lie pairs of inputs of all columns. Either of
+them can be x, or the weights: the order of a sum is the same, and depends only on the number of its inputs.
 """
 
-from pallas_kernels.cpu.code import F32, I8, I32, I64, VOID, Value
+from pallas_kernels.cpu.code import I8, I32, I64, VOID, Code, Value
 from pallas_kernels.cpu.ffi import CallFrame
-from pallas_kernels.cpu.matrix import Matrix
 
-SIZE = 16  # outputs, rows of x, and pairs of inputs of a tile
+SIZE = 16  # rows and columns of sums, and pairs of inputs of a tile
 ROW_BYTES, PAIR_BYTES = 64, 4  # of a row of a tile, and of each of its pairs of inputs or sums
+TILE_BYTES, TILE_INPUTS = SIZE * ROW_BYTES, 2 * SIZE
 NUM_REGISTERS = 8
-SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), (4,), (5, 6, 7)  # their numbers
-MOST_TILES = len(SUMS)  # of rows, that are multiplied by the same weights
-WIDTHS = 768  # outputs whose sums are computed together, for one tile of rows; a part of it for several
-SMALL_T, UNIT_O = MOST_TILES * SIZE, 96  # rows of a small call; outputs of a unit of a large one
 PALETTE, BYTES, ROWS = 0, 16, 48  # offsets of the registers' configuration, which has CONFIG_BYTES
 CONFIG_BYTES = 64
-AHEAD = 512  # prefetch distance of each stream of weights in bytes
+
+
+class Registers:
+    """Writer of the instructions for tiles, which are called by the numbers of their registers."""
+
+    def __init__(self, code: Code):
+        self.code, self._config = code, code.scratch(CONFIG_BYTES, I8)
+        for at in range(CONFIG_BYTES // 8):
+            code.store(code.value(0, I64), self._config, at)
+        code.store(code.value(1, I8), self._config, PALETTE)
+
+    def configure(self, rows: dict[int, Value], row_bytes: dict[int, Value]) -> None:
+        """Write the sizes of all registers: 16 rows of 64 bytes, or those of some of them."""
+        code = self.code
+        whole = code.value(SIZE, I64), code.value(ROW_BYTES, I64)
+        for register in range(NUM_REGISTERS):
+            for sizes, place, usual in ((rows, ROWS, whole[0]), (row_bytes, BYTES, whole[1])):
+                size = code.cast("trunc", sizes.get(register, usual), I8)
+                code.store(size, self._config, place + register * (2 if sizes is row_bytes else 1))
+        self._call("ldtilecfg", self._config)
+
+    def release(self) -> None:
+        """Write the end of the registers' use."""
+        self._call("tilerelease")
+
+    def clear(self, register: int) -> None:
+        """Write zeros."""
+        self._call("tilezero", register)
+
+    def load(self, register: int, address: Value, stride: Value) -> None:
+        """Write a load of rows that lie `stride` bytes apart."""
+        self._call("tileloadd64", register, address, stride)
+
+    def store(self, register: int, address: Value, stride: Value) -> None:
+        """Write a store of rows that lie `stride` bytes apart."""
+        self._call("tilestored64", register, address, stride)
+
+    def multiply(self, sums: int, a: int, b: int) -> None:
+        """Write the addition of products of bfloat16 numbers."""
+        self._call("tdpbf16ps", sums, a, b)
+
+    def _call(self, name: str, *arguments: Value | int) -> None:
+        values = [self.code.value(each, I8) if isinstance(each, int) else each for each in arguments]
+        self.code.intrinsic(f"llvm.x86.{name}", *values, result=VOID)
 
 
 class Input:
@@ -56,8 +95,12 @@ class Input:
                 self._pack(tile)
                 code.exchange(self._state(tile), 0, code.value(1, I64))
 
+    def row(self, t: Value) -> Value:
+        """Return the address of a row of x."""
+        return self.code.at(self._x, t * (2 * self.inputs), I8)
+
     def address(self, tile: Value) -> Value:
-        """Return the address of a tile of rows."""
+        """Return the address of a packed tile of rows."""
         return self.code.select(self.is_single, self._x, self._packed_at(tile))
 
     def _packed_at(self, tile: Value) -> Value:
@@ -79,105 +122,3 @@ class Input:
 def packed_shape(rows: int, inputs: int) -> tuple[int, int]:
     """Return the shape of the int32 array for the packed rows of x."""
     return -(-rows // SIZE), ROW_BYTES // 4 + (inputs * SIZE // 2 if rows > 1 else 0)
-
-
-class Tiles:
-    """Writer of the sums of a block in tile registers.
-
-    Args:
-        x: rows, of which the block has those from `start_t` to below `stop_t`. They are packed.
-        first: number of the tile with which the packing begins.
-
-    Attributes:
-        width: most outputs that are computed at once.
-    """
-
-    def __init__(self, x: Input, start_t: Value, stop_t: Value, first: Value):
-        self.code, self._x = x.code, x
-        self._start, self._stop = start_t // SIZE, (stop_t + (SIZE - 1)) // SIZE
-        x.pack(self._start, self._stop, first)
-        self.width = x.code.value(WIDTHS, I64) // (self._stop - self._start) // SIZE * SIZE
-        self._config, self._sums = x.code.scratch(CONFIG_BYTES, I8), x.code.scratch(WIDTHS * SIZE, F32)
-        for at in range(CONFIG_BYTES // 8):
-            x.code.store(x.code.value(0, I64), self._config, at)
-        x.code.store(x.code.value(1, I8), self._config, PALETTE)
-        for register in range(NUM_REGISTERS):
-            size = x.code.value(ROW_BYTES, I64) if register in WEIGHTS else x.row_bytes
-            x.code.store(x.code.cast("trunc", size, I8), self._config, BYTES + 2 * register)
-
-    def place(self, r: Value, t: Value) -> Value:
-        """Return the place of the sums of row t, the r-th one of the block."""
-        return t - self._start * SIZE
-
-    def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
-        """Write sums [rows of the tiles, width] of some outputs.
-
-        Weights are read from memory once: the outputs of a tile lie far apart, so that each has a stream of its own,
-        with requests that go on in its next row. The outputs that are left are in a last tile.
-
-        Args:
-            outputs: the first one, the one after the last, and the one after the last of the unit.
-        """
-        code, start, num_o = self.code, outputs[0], outputs[1] - outputs[0]
-        sums = code.select(self._x.is_single, sums_to, self._sums)  # [tiles, outputs, rows]
-        distance = num_o // SIZE
-        whole = distance * SIZE
-        for first, stop, stride, rows in (
-            (distance * 0, distance, distance, code.value(SIZE, I64)),
-            (whole, code.minimum(num_o, whole + 1), distance * 0 + 1, num_o - whole),
-        ):
-            with code.when(rows.compare(">", 0)):
-                self._configure(rows)
-            with code.loop(self._start, self._stop, MOST_TILES) as tile:
-                count = code.minimum(self._stop - tile, code.value(MOST_TILES, I64))
-                for num_t in range(1, MOST_TILES + 1):
-                    with code.when(count.compare("==", num_t)), code.loop(first, stop) as o:
-                        self._sum(matrix, start + o, stride, tile, num_t)
-                        for t in range(num_t):
-                            place = ((tile + t - self._start) * self.width + o) * self._x.row_bytes
-                            self._call("tilestored64", SUMS[t], code.at(sums, place, I8), stride * self._x.row_bytes)
-        count = self._stop - self._start
-        with (
-            code.loop(0, code.select(self._x.is_single, count * 0, count)) as tile,
-            code.loop(0, num_o, SIZE) as o,
-        ):
-            of_tile = tile * self.width
-            self._transpose(code.at(self._sums, (of_tile + o) * SIZE, F32), code.at(sums_to, of_tile * SIZE + o, F32))
-        self._call("tilerelease")
-
-    def _configure(self, outputs: Value) -> None:
-        """Write the registers' sizes: a tile of weights, and its sums, have a number of outputs."""
-        code = self.code
-        for register in range(NUM_REGISTERS):
-            rows = outputs if register in (*WEIGHTS, *SUMS) else code.value(SIZE, I64)
-            code.store(code.cast("trunc", rows, I8), self._config, ROWS + register)
-        self._call("ldtilecfg", self._config)
-
-    def _sum(self, matrix: Matrix, output: Value, stride: Value, tile: Value, num_t: int) -> None:
-        """Write the sums of a tile of outputs, `stride` rows apart, for some tiles of rows into the registers."""
-        code, row_bytes = self.code, self._x.row_bytes
-        x = [self._x.address(tile + t) for t in range(num_t)]
-        for t in range(num_t):
-            self._call("tilezero", SUMS[t])
-        with code.loop(0, matrix.row_bytes, ROW_BYTES) as at:
-            for i in range(SIZE):
-                matrix.prefetch_soon((output + stride * i) * matrix.row_bytes + (at + AHEAD))
-            self._load(WEIGHTS[0], code.at(matrix.address(output), at, I8), stride * matrix.row_bytes)
-            for t, address in enumerate(x):
-                packed = PACKED[t % len(PACKED)]
-                self._load(packed, code.at(address, at // PAIR_BYTES * row_bytes, I8), row_bytes)
-                self._call("tdpbf16ps", SUMS[t], WEIGHTS[0], packed)
-
-    def _transpose(self, sums: Value, to: Value) -> None:
-        """Write sums [outputs, rows] into memory [rows, width]."""
-        vectors = [self.code.load_vector(sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
-        for r, vector in enumerate(self.code.transposed(vectors)):
-            self.code.store_vector(vector, to, self.width * r)
-
-    def _load(self, register: int, address: Value, stride: Value) -> None:
-        self._call("tileloadd64", register, address, stride)
-
-    def _call(self, name: str, *arguments: Value | int) -> None:
-        """Write an instruction, by the numbers of its registers and its operands in memory."""
-        values = [self.code.value(each, I8) if isinstance(each, int) else each for each in arguments]
-        self.code.intrinsic(f"llvm.x86.{name}", *values, result=VOID)

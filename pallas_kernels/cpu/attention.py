@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cpu import prompt_tiles
 from pallas_kernels.cpu.code import F32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.contexts import INFINITY, ContextsFrame, Q, Spec
 from pallas_kernels.cpu.decode import DecodeWriter
@@ -18,7 +19,7 @@ from pallas_kernels.cpu.prompt import PromptWriter
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse
 from pallas_kernels.reference import pad_head_dim
 
-VERSION = 2  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 3  # part of the targets' names: executables on disk must not call a function of other arguments
 BYTES_PER_NS, FLOPS_PER_NS = 16, 128  # of one thread, about
 
 
@@ -32,7 +33,8 @@ class _Schedule(ContextsFrame):
 
     def __init__(self, spec: Spec, call: CallFrame):
         super().__init__(spec, call)
-        self.prompt, self.decode = PromptWriter(spec, call), DecodeWriter(spec, call)
+        writer = prompt_tiles.TilePromptWriter if prompt_tiles.takes(spec) else PromptWriter
+        self.prompt, self.decode = writer(spec, call), DecodeWriter(spec, call)
         self.num_words = self.num_sequences * 3 + 2
 
     def _parts(self, s: Value) -> Value:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from pallas_kernels.cpu.code import F32, I16, I32, I64, Value, Variable
 from pallas_kernels.cpu.contexts import INFINITY, K_POOL, V_POOL, ContextsFrame, Q, Spec
 from pallas_kernels.cpu.ffi import CallFrame
-from pallas_kernels.cpu.numbers import bfloat16_bits, exp2
+from pallas_kernels.cpu.numbers import exp2
 
 TILE = 64  # keys of a tile, a multiple of the keys in registers
 VECTORS = 3  # of rows whose sums are in registers
@@ -58,9 +58,11 @@ class PromptWriter(ContextsFrame):
         self.width = VECTORS * self.lanes
         self.unit = max(1, min(UNIT, STATE // size) // self.width) * self.width
         self.sums = 8 if machine.registers == 32 else 4  # keys, or numbers of a head, whose sums are in registers
+        self.keys = self.sums  # keys that are computed together
         self.dot = machine.has_bf16_dot and spec.dtype == "bfloat16" and size % (2 * self.lanes) == 0
         self.step = 2 if self.dot else 1  # numbers in an element
         self.element = I32 if self.dot else F32
+        self.scales_later = self.dot and spec.soft_cap is None  # whether scores wait for their factor
 
     def num_units(self, s: Value) -> Value:
         """Return the number of units of a KV head of a sequence."""
@@ -142,15 +144,6 @@ class PromptWriter(ContextsFrame):
         in_place = spec.block_size % TILE == 0 and spec.pool_dtype == ("bfloat16" if self.dot else "float32")
         element = I16 if self.dot else F32
 
-        def numbers(argument: int, at: Value, h: Value) -> Value:
-            """Return a vector of float32, or with dot instructions the bits of bfloat16 in int32."""
-            pool = self.call.argument(argument)
-            if not self.dot:
-                return self.load(code, pool, at * size + h)
-            if spec.pool_dtype == "bfloat16":
-                return code.cast("zext", code.load_vector(pool, at * size + h, I16, lanes), I32)
-            return code.cast("bitcast", self.load(code, pool, at * size + h), I32) >> 16
-
         def plain(argument: int) -> Callable[..., Value]:
             copy = None if in_place else code.scratch(TILE * size, element)
 
@@ -161,7 +154,7 @@ class PromptWriter(ContextsFrame):
                 with code.loop(low, high) as c:
                     at = self.key_row(s, k_head, position + c)
                     with code.loop(0, size, lanes) as h:
-                        x = numbers(argument, at, h)
+                        x = self._numbers(argument, at, h)
                         code.store_vector(code.cast("trunc", x, I16) if self.dot else x, copy, c * size + h)
                 return copy
 
@@ -177,13 +170,22 @@ class PromptWriter(ContextsFrame):
                 places = [code.minimum(c + i, high - 1) for i in range(2)]
                 at = [self.key_row(s, k_head, position + place) for place in places]
                 with code.loop(0, size, lanes) as h:
-                    a, b = (numbers(V_POOL, each, h) for each in at)
+                    a, b = (self._numbers(V_POOL, each, h) for each in at)
                     a = code.select(c.compare(">=", low), a, zero)
                     b = code.select((c + 1).compare("<", high), b, zero)
                     code.store_vector(a | b << 16, pairs, c // 2 * size + h)
             return pairs
 
         return plain(K_POOL), load_pairs if self.dot else plain(V_POOL)
+
+    def _numbers(self, argument: int, at: Value, h: Value) -> Value:
+        """Return a vector of a key or value as float32, or with dot instructions the bits of bfloat16 in int32."""
+        code, lanes, pool, index = self.code, self.lanes, self.call.argument(argument), at * self.spec.head_dim + h
+        if not self.dot:
+            return self.load(code, pool, index)
+        if self.spec.pool_dtype == "bfloat16":
+            return code.cast("zext", code.load_vector(pool, index, I16, lanes), I32)
+        return code.cast("bitcast", self.load(code, pool, index), I32) >> 16
 
     # The softmax over the keys of a tile.
 
@@ -195,20 +197,18 @@ class PromptWriter(ContextsFrame):
         if window is not None:
             low = code.maximum(oldest + 1 - window - tile.position, low)
         # Whole groups of keys are computed. The mask hides the others.
-        start, stop = low // self.sums * self.sums, (high + (self.sums - 1)) // self.sums * self.sums
+        start, stop = low // self.keys * self.keys, (high + (self.keys - 1)) // self.keys * self.keys
         with code.when(low.compare("<", high)):
             weights = code.scratch(TILE * self.width, F32)
-            with code.loop(start, stop, self.sums) as c:
-                self._scores(rows, tile, weights, c, factor)
+            self._scores(rows, tile, weights, (start, stop), factor)
             hidden = (tile.position + stop - 1).compare(">", oldest)
             if window is not None:
                 early = (tile.position + start).compare("<=", newest - window)
                 hidden = Value(code, code.builder.or_(hidden.llvm, early.llvm))
             with code.when(hidden), code.loop(start, stop) as c:
                 self._mask(rows, weights, c, tile.position + c)
-            shrinks = [self._softmax(rows, weights, n * self.lanes, start, stop) for n in range(VECTORS)]
-            with code.loop(0, self.spec.head_dim, self.sums) as h:
-                self._output(rows, tile, weights, h, shrinks, low, high)
+            shrinks = [self._softmax(rows, weights, n * self.lanes, (start, stop), factor) for n in range(VECTORS)]
+            self._outputs(rows, tile, weights, shrinks, (low, high))
 
     def _multiply(
         self, sums: list[list[Variable]], a: Value, b: Value, start: Value | int, stop: Value | int,
@@ -224,15 +224,20 @@ class PromptWriter(ContextsFrame):
                 for vector, total in zip(vectors, each):
                     total.set(add(vector, factor, total.get()))
 
-    def _scores(self, rows: Rows, tile: KeyTile, scores: Value, c: Value, factor: Value) -> None:
-        """Write the scores of some keys, [keys, rows]."""
+    def _scores(self, rows: Rows, tile: KeyTile, scores: Value, keys: tuple[Value, Value], factor: Value) -> None:
+        """Write the scores of the keys from the first one to below another, [keys, rows]."""
         code, elements = self.code, self.spec.head_dim // self.step
-        sums = [[Variable(self.vector(0.0)) for _ in range(VECTORS)] for _ in range(self.sums)]
-        self._multiply(sums, rows.q, tile.keys, 0, elements, lambda j, h: (c + j) * elements + h)
-        for j, each in enumerate(sums):
-            for n, total in enumerate(each):
-                score = total.get() * factor if self.dot else total.get()
-                code.store_vector(self.capped(score), scores, (c + j) * self.width + n * self.lanes)
+        with code.loop(*keys, self.sums) as c:
+            sums = [[Variable(self.vector(0.0)) for _ in range(VECTORS)] for _ in range(self.sums)]
+            self._multiply(sums, rows.q, tile.keys, 0, elements, lambda j, h: (c + j) * elements + h)
+            for j, each in enumerate(sums):
+                for n, total in enumerate(each):
+                    score = self._finished(total.get(), factor)
+                    code.store_vector(score, scores, (c + j) * self.width + n * self.lanes)
+
+    def _finished(self, score: Value, factor: Value) -> Value:
+        """Return scores as `_softmax` takes them."""
+        return score if self.scales_later else self.capped(score * factor if self.dot else score)
 
     def _mask(self, rows: Rows, scores: Value, c: Value, position: Value) -> None:
         """Write the scores of one key again, -inf for the rows that do not see it."""
@@ -247,53 +252,55 @@ class PromptWriter(ContextsFrame):
                 score = code.select(key.compare(">", positions - self.spec.window), score, hidden)
             code.store_vector(score, scores, place)
 
-    def _softmax(self, rows: Rows, scores: Value, n: int, start: Value, stop: Value) -> Value:
-        """Write the weights in the place of the scores of a vector of rows.
+    def _softmax(self, rows: Rows, scores: Value, n: int, keys: tuple[Value, Value], factor: Value) -> Value:
+        """Write the weights in the place of the scores of some keys for a vector of rows.
 
         Returns:
             The factor of the results of earlier tiles.
         """
         code, lanes, width, step = self.code, self.lanes, self.width, self.step
         before = code.load_vector(rows.tops, n, F32, lanes)
-        highest = Variable(before)
-        with code.loop(start, stop) as c:
+        highest = Variable(self.vector(-INFINITY))
+        with code.loop(*keys) as c:
             highest.set(code.maximum(highest.get(), code.load_vector(scores, c * width + n, F32, lanes)))
-        top = highest.get()
+        factors = code.splat(factor, lanes) if self.scales_later else self.vector(1.0)
+        top = code.maximum(before, highest.get() * factors)
         code.store_vector(top, rows.tops, n)
         safe = code.select(top.compare("==", -INFINITY), self.vector(0.0), top)
         shrink = exp2(code, before - safe)
         total = Variable(code.load_vector(rows.totals, n, F32, lanes) * shrink)
-        with code.loop(start, stop, step) as c:
+        with code.loop(*keys, step) as c:
             weights = []
             for i in range(step):
-                weights.append(exp2(code, code.load_vector(scores, (c + i) * width + n, F32, lanes) - safe))
+                score = code.load_vector(scores, (c + i) * width + n, F32, lanes)
+                weights.append(exp2(code, code.fma(score, factors, 0.0 - safe) if self.scales_later else score - safe))
                 total.set(total.get() + weights[-1])
             if self.dot:
-                a, b = (bfloat16_bits(code, weight) for weight in weights)
-                code.store_vector(a | b << 16, scores, c // 2 * width + n)
+                code.store_vector(code.bf16_pairs(*weights), scores, c // 2 * width + n)
             else:
                 code.store_vector(weights[0], scores, c * width + n)
         code.store_vector(total.get(), rows.totals, n)
         return shrink
 
-    def _output(
-        self, rows: Rows, tile: KeyTile, weights: Value, h: Value, shrinks: list[Value], low: Value, high: Value
+    def _outputs(
+        self, rows: Rows, tile: KeyTile, weights: Value, shrinks: list[Value], keys: tuple[Value, Value]
     ) -> None:
-        """Add the values of a tile to some numbers of the outputs."""
+        """Add the values of a tile to the outputs."""
         code, size, step = self.code, self.spec.head_dim, self.step
-        places = [[(h + j) * self.width + n * self.lanes for n in range(VECTORS)] for j in range(self.sums)]
-        sums = [
-            [
-                Variable(code.load_vector(rows.o, place, F32, self.lanes) * shrink)
-                for place, shrink in zip(each, shrinks)
+        start, stop = keys[0] // step, (keys[1] + (step - 1)) // step
+        with code.loop(0, size, self.sums) as h:
+            places = [[(h + j) * self.width + n * self.lanes for n in range(VECTORS)] for j in range(self.sums)]
+            sums = [
+                [
+                    Variable(code.load_vector(rows.o, place, F32, self.lanes) * shrink)
+                    for place, shrink in zip(each, shrinks)
+                ]
+                for each in places
             ]
-            for each in places
-        ]
-        start, stop = low // step, (high + (step - 1)) // step
-        self._multiply(sums, weights, tile.values, start, stop, lambda j, c: c * size + (h + j))
-        for each, totals in zip(places, sums):
-            for place, total in zip(each, totals):
-                code.store_vector(total.get(), rows.o, place)
+            self._multiply(sums, weights, tile.values, start, stop, lambda j, c: c * size + (h + j))
+            for each, totals in zip(places, sums):
+                for place, total in zip(each, totals):
+                    code.store_vector(total.get(), rows.o, place)
 
     def _finish(self, rows: Rows, k_head: Value, count: Value) -> None:
         """Write the results of some rows, the first `count` of them."""

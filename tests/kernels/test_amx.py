@@ -1,4 +1,4 @@
-"""Products of bfloat16 in tile registers, and planted faults. They need a processor with AMX."""
+"""Products and prompts of bfloat16 in tile registers, and planted faults. They need a processor with AMX."""
 
 import itertools
 import sys
@@ -8,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import amx
-from pallas_kernels.cpu.code import Machine
-from pallas_kernels.cpu.product import UNIT_T
+from pallas_kernels import cpu
+from pallas_kernels.cpu import amx, attention, panels, strips
+from pallas_kernels.cpu.code import I64, Machine
+from pallas_kernels.cpu.prompt_tiles import TilePromptWriter
+from tests.kernels import cases
+from tests.kernels.implementations import CPU, ops_of
 from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
 from tests.kernels.test_product import OPS, assert_product
 
 pytestmark = pytest.mark.skipif(not Machine.host().has_bf16_tiles, reason="this processor has no tiles of bfloat16")
 
-MANY = 2 * UNIT_T + 45
-ROWS = (1, 2, 16, 17, 33, 49, 65, UNIT_T, MANY)
+FEW, BLOCK = strips.MOST_T, panels.MOST_T
+MANY = 2 * BLOCK + 45
+ROWS = (1, 2, 16, 17, 33, 49, FEW, FEW + 1, FEW + 33, BLOCK, BLOCK + FEW + 1, MANY)
 VERSIONS = itertools.count(10**6)  # of targets
 
 
@@ -32,8 +36,8 @@ def exact_product(x_ti: jax.Array, matrix_oi: np.ndarray) -> np.ndarray:
     return np.asarray(x_ti, np.float64) @ matrix_oi.T
 
 
-@pytest.mark.parametrize("outputs", [3, 16, 50, amx.WIDTHS + 33])
-@pytest.mark.parametrize("depth", [64, 96, 1152])
+@pytest.mark.parametrize("outputs", [3, 16, 50, strips.WIDTH + 33])
+@pytest.mark.parametrize("depth", [64, 96, panels.CHUNK + 128])
 def test_each_number_of_rows_has_the_same_bits(outputs, depth, multiply):
     x_ti, weight = x_of(MANY, depth, "bfloat16"), weight_in(FORMS["bfloat16"], outputs, depth)
     together = multiply(x_ti, weight)
@@ -42,7 +46,7 @@ def test_each_number_of_rows_has_the_same_bits(outputs, depth, multiply):
         np.testing.assert_array_equal(multiply(x_ti[-rows:], weight), together[-rows:])
 
 
-@pytest.mark.parametrize("sizes", [[0, 9, 0, 0], [3, 2, 1, 3], [0, 150, 1, 40], [20, 0, 30, 17]])
+@pytest.mark.parametrize("sizes", [[0, 9, 0, 0], [3, 2, 1, 3], [0, FEW + 86, 1, 40], [BLOCK + 50, 0, 30, BLOCK + 70]])
 def test_experts_whose_rows_begin_inside_a_tile(sizes, multiply):
     weight, rows = weight_in(FORMS["bfloat16"], 4, 50, 128, bias="float32"), sum(sizes)
     x_ti, first = x_of(rows + 3, 128, "bfloat16"), 0
@@ -55,16 +59,16 @@ def test_experts_whose_rows_begin_inside_a_tile(sizes, multiply):
     assert not found[rows:].any()
 
 
-@pytest.mark.parametrize("wanted", [[], [0], [5, 6, 70], range(UNIT_T - 1, UNIT_T + 9), range(0, UNIT_T + 9, 2)])
+@pytest.mark.parametrize("wanted", [[], [0], [5, 6, 70], range(BLOCK - 1, BLOCK + 9), range(0, BLOCK + 9, 2)])
 def test_rows_that_nobody_wants_are_zero(wanted, multiply):
-    x_ti, weight = x_of(UNIT_T + 9, 128, "bfloat16"), weight_in(FORMS["bfloat16"], 50, 128)
+    x_ti, weight = x_of(BLOCK + 9, 128, "bfloat16"), weight_in(FORMS["bfloat16"], 50, 128)
     wanted_t = jnp.zeros(len(x_ti), bool).at[jnp.array(wanted, int)].set(True)
     whole = jnp.where(wanted_t[:, None], multiply(x_ti, weight), 0.0)
     with_nan = jnp.where(wanted_t[:, None], x_ti, jnp.nan).astype(jnp.bfloat16)
     np.testing.assert_array_equal(multiply(with_nan, weight, wanted_t=wanted_t), whole)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("rows", [1, 7, 40, FEW + 40])
 def test_a_gate_and_several_weights_in_one_pass(rows, multiply):
     x_ti, weights = x_of(rows, 128, "bfloat16"), [weight_in(FORMS["bfloat16"], size, 128) for size in (70, 50, 1)]
     for found, weight in zip(OPS["cpu"].products(x_ti, *weights, dtype=jnp.float32), weights, strict=True):
@@ -77,22 +81,68 @@ def _pack_another(self, tile):
     PACK(self, self.code.maximum(tile - 1, tile * 0))
 
 
-def _configure_one(self, outputs):
-    CONFIGURE(self, outputs * 0 + 1)
+def _configure_one(self, rows, row_bytes):
+    CONFIGURE(self, dict.fromkeys(rows, self.code.value(1, I64)), row_bytes)
 
 
-PACK, CONFIGURE = amx.Input._pack, amx.Tiles._configure
+def _begin_again(self, matrix, row, part, panels_of, sums_to):
+    ADD(self, matrix, row, (part[0] * 0, part[1] - part[0]), panels_of, sums_to)
+
+
+PACK, CONFIGURE, ADD = amx.Input._pack, amx.Registers.configure, panels.Panels._add
+LAST_PANEL = panels.Panels._pack
 FAULTS = {
-    "a tile of rows is not packed": (amx.Input, "_pack", lambda self, tile: None),
-    "another tile of rows is packed": (amx.Input, "_pack", _pack_another),
-    "a tile of weights of one output": (amx.Tiles, "_configure", _configure_one),
-    "sums that are not turned": (amx.Tiles, "_transpose", lambda self, sums, to: None),
-}
+    "a tile of rows is not packed": (40, amx.Input, "_pack", lambda self, tile: None),
+    "another tile of rows is packed": (40, amx.Input, "_pack", _pack_another),
+    "a tile of weights of one output": (40, amx.Registers, "configure", _configure_one),
+    "sums that are not turned": (40, strips.Strips, "_transpose", lambda self, sums, to: None),
+    "sums of the last part of the inputs only": (FEW + 40, panels.Panels, "_add", _begin_again),
+    "rows whose place is that of whole tiles": (FEW + 41, panels.Panels, "place", lambda self, t: t - self._start),
+    "panels of the next output": (
+        FEW + 40, panels.Panels, "_pack", lambda self, matrix, first, *rest: LAST_PANEL(self, matrix, first + 1, *rest)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, multiply, monkeypatch):
-    monkeypatch.setattr(*FAULTS[fault])
-    x_ti, weight = x_of(40, 64, "bfloat16"), weight_in(FORMS["bfloat16"], 50, 64)
+    rows, *replaced = FAULTS[fault]
+    monkeypatch.setattr(*replaced)
+    depth = panels.CHUNK + 64
+    x_ti, weight = x_of(rows, depth, "bfloat16"), weight_in(FORMS["bfloat16"], 50, depth)
     with pytest.raises(AssertionError):
-        assert_product(multiply(x_ti, weight), exact_product(x_ti, exact_matrix(weight)), 64)
+        assert_product(multiply(x_ti, weight), exact_product(x_ti, exact_matrix(weight)), depth)
+
+
+class TestPrompts:
+    """Attention in tiles. tests/kernels/test_cpu_attention.py has its bits in chunks and in blocks of other sizes."""
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            dict(head_dim=32, group=1), dict(head_dim=128, group=4, sinks=True), dict(group=3, window=100),
+            dict(head_dim=256, num_kv_heads=1, group=2, soft_cap=2.0, window=70), dict(group=3, window=33, fp8=True),
+            dict(head_dim=96, pool_head_dim=128, group=2),
+        ],
+    )  # fmt: skip
+    def test_kinds_of_heads(self, kind):
+        batch = cases.make_batch([210, 70, 33], q_lens=[130, 70, 1], return_lse=True, padding_rows=3, **kind)
+        batch.check(batch.run(CPU.ragged_paged_attention))
+
+    @pytest.mark.parametrize("fault", ["pairs of one value", "keys of the first tile"])
+    def test_planted_faults_are_found(self, fault, monkeypatch):
+        pair, scores = TilePromptWriter._pair, TilePromptWriter._scores
+        faults = {
+            "pairs of one value": ("_pair", lambda self, places, c, h: pair(self, places, c // 2 * 2, h) << 16),
+            "keys of the first tile": (
+                "_scores",
+                lambda self, rows, tile, to, keys, factor: scores(
+                    self, rows, tile, to, (keys[0], self.code.minimum(keys[1], keys[0] + 32)), factor
+                ),
+            ),
+        }
+        monkeypatch.setattr(TilePromptWriter, *faults[fault])
+        monkeypatch.setattr(attention, "VERSION", next(VERSIONS))
+        batch = cases.make_batch([100], q_lens=[100], group=3)
+        with pytest.raises(AssertionError):
+            batch.check(batch.run(ops_of(cpu).ragged_paged_attention))

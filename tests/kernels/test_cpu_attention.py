@@ -131,12 +131,13 @@ class TestPrompts:
             batch.check(batch.run(fresh_ops().ragged_paged_attention))
 
 
-@pytest.mark.parametrize("has_bf16_dot", [False, True])
-def test_bfloat16_with_and_without_dot_instructions(has_bf16_dot, fresh_ops, monkeypatch):
+@pytest.mark.parametrize("instructions", [{}, {"has_bf16_dot"}, {"has_bf16_dot", "has_bf16_tiles"}])
+def test_bfloat16_by_each_kind_of_instructions(instructions, fresh_ops, monkeypatch):
     host = code.Machine.host()
-    if has_bf16_dot and not host.has_bf16_dot:
-        pytest.skip("this machine has no bfloat16 dot instructions")
-    monkeypatch.setattr(code.Machine, "host", lambda: host._replace(has_bf16_dot=has_bf16_dot))
+    chosen = {name: name in instructions for name in ("has_bf16_dot", "has_bf16_tiles")}
+    if any(chosen[name] > getattr(host, name) for name in chosen):
+        pytest.skip("this machine lacks them")
+    monkeypatch.setattr(code.Machine, "host", lambda: host._replace(**chosen))
     ops = fresh_ops()
     for fp8, q_lens in itertools.product((False, True), ([120], [37])):
         batch = cases.make_batch([120], q_lens=q_lens, group=3, block_size=16, fp8=fp8, return_lse=True)

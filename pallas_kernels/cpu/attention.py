@@ -10,16 +10,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import prompt_tiles
 from pallas_kernels.cpu.code import F32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.contexts import INFINITY, ContextsFrame, Q, Spec
 from pallas_kernels.cpu.decode import DecodeWriter
+from pallas_kernels.cpu.decode_tiles import TileDecodeWriter, fits
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.prompt import PromptWriter
+from pallas_kernels.cpu.prompt_tiles import TilePromptWriter, in_tiles
+from pallas_kernels.cpu.runs import WORDS, load_run, write_runs
 from pallas_kernels.options import AttentionOptions, Contexts, OutputAndLse
 from pallas_kernels.reference import pad_head_dim
 
-VERSION = 3  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 4  # part of the targets' names: executables on disk must not call a function of other arguments
 BYTES_PER_NS, FLOPS_PER_NS = 16, 128  # of one thread, about
 
 
@@ -27,20 +29,21 @@ class _Schedule(ContextsFrame):
     """Writer of the order of a call's units: those of prompts, longest first, then those of decode tokens.
 
     Memory that the units share begins with int64 numbers: the estimated nanoseconds, the first units of the prompts and
-    of the decode tokens [2 S + 1], and the first part of each context that is cut into parts [S]. The results of the
-    parts follow.
+    of the runs [S + 1], the first part of each context that is cut into parts [S], the place of the parts' results, the
+    number of runs, and the runs [R, WORDS]. The results follow.
     """
 
     def __init__(self, spec: Spec, call: CallFrame):
         super().__init__(spec, call)
-        writer = prompt_tiles.TilePromptWriter if prompt_tiles.takes(spec) else PromptWriter
-        self.prompt, self.decode = writer(spec, call), DecodeWriter(spec, call)
-        self.num_words = self.num_sequences * 3 + 2
+        prompt = TilePromptWriter if in_tiles(spec) else PromptWriter
+        decode = TileDecodeWriter if in_tiles(spec) and fits(spec) else DecodeWriter
+        self.prompt, self.decode = prompt(spec, call), decode(spec, call)
+        self.num_words = self.num_sequences * 2 + 4
 
     def _parts(self, s: Value) -> Value:
         """Return the number of parts of a sequence whose results are merged."""
         code, zero = self.code, s * 0
-        parts = self.decode.num_parts(s)
+        parts = self.num_parts(s)
         return code.select(self.is_decode(s), code.select(parts.compare(">", 1), parts, zero), zero)
 
     def units(self) -> Value:
@@ -49,13 +52,14 @@ class _Schedule(ContextsFrame):
         parts, part_bytes = Variable(code.value(0, I64)), 4 * self.heads * self.decode.part_size
         with code.loop(0, sequences) as s:
             parts.set(parts.get() + self._parts(s))
-        words = self.call.allocate(self.num_words * 8 + parts.get() * part_bytes)
+        results = self.num_words + (parts.get() + sequences) * WORDS  # there are fewer runs
+        words = self.call.allocate(results * 8 + parts.get() * part_bytes)
         unit, time = (Variable(code.value(0, I64)) for _ in range(2))
         token = spec.num_kv_heads * spec.head_dim * self.itemsize
         parts.set(sequences * 0)
         with code.loop(0, sequences) as s:
             code.store(unit.get(), words, s + 1)
-            code.store(parts.get(), words, sequences * 2 + (s + 2))
+            code.store(parts.get(), words, sequences + (s + 2))
             parts.set(parts.get() + self._parts(s))
             flops = self.num_rows(s) * self.length(s) * (4 * self.heads * spec.head_dim)
             reads = self.length(s) * (2 * token // BYTES_PER_NS)
@@ -63,14 +67,13 @@ class _Schedule(ContextsFrame):
             time.set(time.get() + code.select(decode, reads, flops // FLOPS_PER_NS))
             count = code.select(decode, s * 0, self.prompt.num_units(s))
             unit.set(unit.get() + count * spec.num_kv_heads)
-        with code.loop(0, sequences) as s:
-            code.store(unit.get(), words, sequences + (s + 1))
-            count = code.select(self.is_decode(s), self.decode.num_parts(s), s * 0)
-            unit.set(unit.get() + count * spec.num_kv_heads)
-        code.store(unit.get(), words, sequences * 2 + 1)
+        code.store(unit.get(), words, sequences + 1)
+        code.store(results, words, sequences * 2 + 2)
         code.store(time.get(), words, 0)
+        runs = write_runs(self, self.decode.most, code.at(words, self.num_words, I64))
+        code.store(runs, words, sequences * 2 + 3)
         nobodys = self.first_row(sequences).compare("<", self.call.size(Q, 0))
-        return unit.get() + code.cast("zext", nobodys, I64)
+        return unit.get() + runs * spec.num_kv_heads + code.cast("zext", nobodys, I64)
 
     def nanoseconds(self) -> Value:
         """Return the estimated time of all units."""
@@ -80,27 +83,31 @@ class _Schedule(ContextsFrame):
         """Write the code of a unit."""
         code, sequences, heads = self.code, self.num_sequences, self.spec.num_kv_heads
         firsts = code.at(self.call.scratch, 1, I64)
-        low, high = Variable(sequences * 0), Variable(sequences * 2 + 1)
+        low, high = Variable(sequences * 0), Variable(sequences + 1)
         with code.as_long_as(lambda: (low.get() + 1).compare("<", high.get())):  # by bisection
             middle = (low.get() + high.get()) // 2
             found = code.load(firsts, middle, I64).compare("<=", unit)
             low.set(code.select(found, middle, low.get()))
             high.set(code.select(found, high.get(), middle))
-        index = low.get()
-        number = unit - code.load(firsts, index, I64)
-        k_head, rest, s = number % heads, number // heads, index % sequences
-        with code.when(index.compare("<", sequences)):
+        s = low.get()
+        number = unit - code.load(firsts, s, I64)
+        k_head, rest = number % heads, number // heads
+        with code.when(s.compare("<", sequences)):
             self.prompt.write(s, k_head, self.prompt.num_units(s) - 1 - rest)
-        with code.when(index.compare("<", sequences * 2)), code.when(index.compare(">=", sequences)):
-            self.decode.write(s, k_head, rest, self._results(s))
-        with code.when(index.compare("==", sequences * 2)):
-            self._clear(self.first_row(sequences))
+        with code.when(s.compare("==", sequences)):
+            runs = code.load(self.call.scratch, sequences * 2 + 3, I64)
+            with code.when(rest.compare("<", runs)):
+                run = load_run(self, code.at(self.call.scratch, self.num_words, I64), rest)
+                self.decode.write(run, k_head, self._results)
+            with code.when(rest.compare(">=", runs)):
+                self._clear(self.first_row(sequences))
 
     def _results(self, s: Value) -> Value:
         """Return the address of the results of a sequence's parts."""
-        code, scratch = self.code, self.call.scratch
-        part = code.load(scratch, self.num_sequences * 2 + (s + 2), I64)
-        return code.at(code.at(scratch, self.num_words, I64), part * (self.heads * self.decode.part_size), F32)
+        code, scratch, sequences = self.code, self.call.scratch, self.num_sequences
+        part = code.load(scratch, sequences + (s + 2), I64)
+        results = code.at(scratch, code.load(scratch, sequences * 2 + 2, I64), I64)
+        return code.at(results, part * (self.heads * self.decode.part_size), F32)
 
     def _clear(self, first: Value) -> None:
         """Write the results of rows that no sequence owns."""

@@ -253,15 +253,19 @@ class Code:
         pairs = (Value(self, self.builder.bitcast(x.llvm, ir.VectorType(BF16, 2 * lanes))) for x in (a, b))
         return self.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", c, *pairs)
 
-    def bf16_pairs(self, a: Value, b: Value) -> Value:
-        """Return the nearest bfloat16 numbers of two float32 vectors, as pairs in the lanes of int32.
+    def bf16_vector(self, a: Value, b: Value) -> Value:
+        """Return the bits of the nearest bfloat16 numbers of two float32 vectors, one behind the other.
 
         For machines with `has_bf16_dot`. Subnormal numbers become 0.
         """
         lanes = a.llvm.type.count
         kind = ir.VectorType(BF16, 2 * lanes)
         both = self.intrinsic(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}", b, a, result=kind)
-        numbers = Value(self, self.builder.bitcast(both.llvm, ir.VectorType(I16, 2 * lanes)))
+        return Value(self, self.builder.bitcast(both.llvm, ir.VectorType(I16, 2 * lanes)))
+
+    def bf16_pairs(self, a: Value, b: Value) -> Value:
+        """Return the numbers of `bf16_vector` as pairs of both vectors in the lanes of int32."""
+        lanes, numbers = a.llvm.type.count, self.bf16_vector(a, b)
         mixed = self.shuffle(numbers, numbers, [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
         return Value(self, self.builder.bitcast(mixed.llvm, ir.VectorType(I32, lanes)))
 

@@ -16,6 +16,7 @@ from pallas_kernels.cpu.numbers import exp2, loader, storer, tanh
 Q, K_POOL, V_POOL, TABLES, LENGTHS, STARTS, DECODES, K_SCALES, V_SCALES = range(9)
 # Results: the output [T, N, H] in q's dtype, and the maxima and the sums of the softmax [T, N] float32.
 OUTPUT, TOPS, TOTALS = range(3)
+PART = 256  # tokens of a part of a decode token's context
 LINE_BYTES = 64  # of a cache, at least
 INFINITY = float("inf")
 
@@ -78,6 +79,16 @@ class ContextsFrame:
         flag = self.code.load(self.call.argument(DECODES), s, I8).compare("!=", 0)
         one = self.num_rows(s).compare("==", 1)
         return Value(self.code, self.code.builder.and_(flag.llvm, one.llvm))
+
+    def first_key(self, s: Value) -> Value:
+        """Return the first key that a decode token sees."""
+        window = self.spec.window
+        return s * 0 if window is None else self.code.maximum(self.length(s) - window, s * 0)
+
+    def num_parts(self, s: Value) -> Value:
+        """Return the number of parts of a decode token's context, at least 1."""
+        parts = (self.length(s) + (PART - 1)) // PART - self.first_key(s) // PART
+        return self.code.maximum(parts, s * 0 + 1)
 
     def key_row(self, s: Value, k_head: Value, position: Value) -> Value:
         """Return the number of a key among all keys of the pool."""

@@ -1,18 +1,18 @@
 """Attention of decode tokens, with the numbers of a head in the lanes of vectors.
 
-A unit is one KV head of a sequence over a part of its context. The parts begin at fixed places, and their results are
-merged in order.
+A unit is one KV head of a run of sequences over a part of their contexts. The parts begin at fixed places, and their
+results are merged in order.
 """
 
 import functools
 from collections.abc import Callable
 
 from pallas_kernels.cpu.code import F32, Value, Variable
-from pallas_kernels.cpu.contexts import INFINITY, K_POOL, V_POOL, ContextsFrame, Q, Spec
+from pallas_kernels.cpu.contexts import INFINITY, K_POOL, PART, V_POOL, ContextsFrame, Q, Spec
 from pallas_kernels.cpu.ffi import CallFrame
 from pallas_kernels.cpu.numbers import exp2
+from pallas_kernels.cpu.runs import Run
 
-PART = 256  # tokens of a part of a context
 MAX_TILE = 64  # keys of a tile, which lie in one block
 UNROLLED = 64  # vectors of keys and queries in a turn of the loop over the keys
 
@@ -21,7 +21,12 @@ class DecodeWriter(ContextsFrame):
     """Writer of the code of decode tokens.
 
     The result of a part are the sums of values [H], the maximum and the sum of the softmax of each head.
+
+    Attributes:
+        most: sequences of a run.
     """
+
+    most = 1
 
     def __init__(self, spec: Spec, call: CallFrame):
         super().__init__(spec, call)
@@ -33,18 +38,9 @@ class DecodeWriter(ContextsFrame):
         most = min(self.lanes, max(1, registers // 2 * self.lanes // spec.head_dim))
         self.together = max(heads for heads in range(1, most + 1) if spec.group % heads == 0)
 
-    def first_key(self, s: Value) -> Value:
-        """Return the first key that a sequence sees."""
-        window = self.spec.window
-        return s * 0 if window is None else self.code.maximum(self.length(s) - window, s * 0)
-
-    def num_parts(self, s: Value) -> Value:
-        """Return the number of parts of a sequence, at least 1."""
-        parts = (self.length(s) + (PART - 1)) // PART - self.first_key(s) // PART
-        return self.code.maximum(parts, s * 0 + 1)
-
-    def write(self, s: Value, k_head: Value, part: Value, parts: Value) -> None:
-        """Write the code of a unit; `parts` is the address of the results of the sequence's parts."""
+    def write(self, run: Run, k_head: Value, results: Callable[[Value], Value]) -> None:
+        """Write the code of a unit; `results` returns the address of the results of a sequence's parts."""
+        s = run.first
         code, lanes, group, size = self.code, self.lanes, self.spec.group, self.spec.head_dim
         row = self.first_row(s) * self.heads + k_head * group
         q, o = code.scratch(group * size, F32), code.scratch(group * size, F32)
@@ -68,23 +64,31 @@ class DecodeWriter(ContextsFrame):
                 o_g = code.at(o, g * size, F32)
                 self._output(code.at(scores, g * self.padded, F32), low, high, at, ahead, o_g)
 
-        number = self.first_key(s) // PART + part
-        first = code.maximum(self.first_key(s), number * PART)
-        self._key_tiles(s, k_head, first, code.minimum(self.length(s), (number + 1) * PART), body)
-        alone = self.num_parts(s).compare("==", 1)
+        first = code.maximum(self.first_key(s), run.part * PART)
+        self._key_tiles(s, k_head, first, code.minimum(self.length(s), (run.part + 1) * PART), body)
         with code.loop(0, group) as g:
-            o_g, top = code.at(o, g * size, F32), code.load(tops, g, F32)
             total = code.element(code.sums([code.load_vector(totals, g * lanes, F32, lanes)]), 0)
-            with code.when(alone):
-                self._finish(o_g, row + g, k_head, top, total)
-            with code.when(alone.compare("==", 0)):
-                result = code.at(parts, (part * self.heads + k_head * group + g) * self.part_size, F32)
-                with code.loop(0, size, lanes) as i:
-                    code.store_vector(code.load_vector(o_g, i, F32, lanes), result, i)
-                code.store(top, result, size)
-                code.store(total, result, size + 1)
+            state = code.at(o, g * size, F32), code.load(tops, g, F32), total
+            self._deliver(s, run.part, k_head * group + g, state, results)
+
+    def _deliver(
+        self, s: Value, part: Value, head: Value, state: tuple[Value, Value, Value], results: Callable[[Value], Value]
+    ) -> None:
+        """Write the result of a head over a part: the address of its sums, its maximum, and the sum of its softmax."""
+        code, size, lanes, (o, top, total) = self.code, self.spec.head_dim, self.lanes, state
+        alone = self.num_parts(s).compare("==", 1)
+        with code.when(alone):
+            self._finish(o, self.first_row(s) * self.heads + head, head // self.spec.group, top, total)
+        with code.when(alone.compare("==", 0)):
+            number = part - self.first_key(s) // PART
+            result = code.at(results(s), (number * self.heads + head) * self.part_size, F32)
+            with code.loop(0, size, lanes) as i:
+                code.store_vector(code.load_vector(o, i, F32, lanes), result, i)
+            code.store(top, result, size)
+            code.store(total, result, size + 1)
 
     def _finish(self, o: Value, row: Value, k_head: Value, top: Value, total: Value) -> None:
+        """Write the results of a head, by its number among those of all rows."""
         code, size, shrink = self.code, self.spec.head_dim, None
         if self.spec.has_sinks:
             vectors = [code.splat(x, self.lanes) for x in (self.sink(row), top, total)]

@@ -15,8 +15,8 @@ SUMS, LEFT, RIGHT = range(VECTORS), VECTORS, range(VECTORS + 1, 2 * VECTORS + 1)
 KEYS_OF_TILE = TILE // TILE_INPUTS  # tiles of the keys whose values are added
 
 
-def takes(spec: Spec) -> bool:
-    """Return whether this machine has the instructions for a call."""
+def in_tiles(spec: Spec) -> bool:
+    """Return whether a call is computed in tile registers."""
     machine = Machine.host()
     has_tiles = machine.has_bf16_dot and machine.has_bf16_tiles
     return has_tiles and spec.dtype == "bfloat16" and spec.head_dim % TILE_INPUTS == 0

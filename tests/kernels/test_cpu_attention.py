@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu, reference
-from pallas_kernels.cpu import attention, code, decode, ffi, prompt, team, writes
+from pallas_kernels.cpu import attention, code, contexts, decode, ffi, prompt, team, writes
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
 
-PART = decode.PART
+PART = contexts.PART
 KINDS = {
     "float32": dict(dtype=jnp.float32),
     "bfloat16": dict(dtype=jnp.bfloat16),

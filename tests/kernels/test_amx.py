@@ -1,5 +1,6 @@
 """Products and prompts of bfloat16 in tile registers, and planted faults. They need a processor with AMX."""
 
+import dataclasses
 import itertools
 import sys
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu
-from pallas_kernels.cpu import amx, attention, panels, strips
-from pallas_kernels.cpu.code import I64, Machine
+from pallas_kernels.cpu import amx, attention, panels, runs, strips
+from pallas_kernels.cpu.code import I8, I64, Machine
+from pallas_kernels.cpu.contexts import PART
+from pallas_kernels.cpu.decode_tiles import TileDecodeWriter
 from pallas_kernels.cpu.prompt_tiles import TilePromptWriter
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
@@ -146,3 +149,76 @@ class TestPrompts:
         batch = cases.make_batch([100], q_lens=[100], group=3)
         with pytest.raises(AssertionError):
             batch.check(batch.run(ops_of(cpu).ragged_paged_attention))
+
+
+KINDS = [
+    dict(head_dim=32, group=1), dict(group=3), dict(head_dim=128, num_kv_heads=1, group=16, sinks=True),
+    dict(group=5, window=PART + 40), dict(head_dim=256, num_kv_heads=1, group=2, soft_cap=2.0, window=70),
+    dict(group=3, window=33, fp8=True), dict(head_dim=96, pool_head_dim=128, group=2),
+]  # fmt: skip
+
+
+def sharing(kind: dict, contexts: list[int], own: list[int]) -> cases.Batch:
+    """Return decode tokens with contexts of one text, whose blocks from a number in `own` on are their own.
+
+    Blocks before the window of the longest context are 0, because the others see some of them.
+    """
+    batch = cases.make_batch([max(contexts)] * len(contexts), **kind)
+    tables = np.repeat(np.asarray(batch.block_tables)[:1], len(contexts), axis=0)
+    for s, first in enumerate(own):
+        tables[s, first:] = batch.block_tables[s, first:]
+    pools = (jnp.where(jnp.isnan(pool), 0, pool).astype(pool.dtype) for pool in (batch.k_pool, batch.v_pool))
+    k_pool, v_pool, context_lens = *pools, jnp.array(contexts, jnp.int32)
+    return dataclasses.replace(
+        batch, k_pool=k_pool, v_pool=v_pool, block_tables=jnp.asarray(tables), context_lens=context_lens
+    )
+
+
+def alone(batch: cases.Batch, s: int) -> cases.Batch:
+    row = slice(s, s + 1)
+    tables, lens = batch.block_tables[row], batch.context_lens[row]
+    return dataclasses.replace(batch, q=batch.q[row], block_tables=tables, context_lens=lens)
+
+
+class TestDecodeTokens:
+    """Attention of decode tokens in tiles, some of which share blocks."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_kinds_of_heads(self, kind):
+        contexts = [0, 1, 31, PART - 1, PART, PART + 1, 2 * PART + 40]
+        batch = cases.make_batch(contexts, return_lse=True, **kind)
+        batch.check(batch.run(CPU.paged_decode_attention))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_row_has_the_same_bits_next_to_others_of_its_text(self, kind):
+        end, whole = 2 * PART + 40, 2 * PART // 16 + 3
+        contexts = [end - 3, end - 2, end - 1, end, PART + 5, end, end, 7]
+        batch = sharing(kind, contexts, [whole] * 5 + [20, 3, whole])
+        together = batch.run(CPU.paged_decode_attention)
+        for s in range(len(together)):
+            np.testing.assert_array_equal(together[s], alone(batch, s).run(CPU.paged_decode_attention)[0])
+
+    @pytest.mark.parametrize("fault", ["all share", "the first one is the longest", "weights of another tile"])
+    def test_planted_faults_are_found(self, fault, monkeypatch):
+        add, weights = runs._add, TileDecodeWriter._write_weights
+
+        def add_without_longest(frame, *args):
+            length = frame.length
+            frame.length = lambda s: s * 0
+            add(frame, *args)
+            frame.length = length
+
+        faults = {
+            "all share": (runs, "_shares", lambda frame, part, s, other: s * 0 + 1),
+            "the first one is the longest": (runs, "_add", add_without_longest),
+            "weights of another tile": (
+                TileDecodeWriter,
+                "_write_weights",
+                lambda self, row, *args: weights(self, (row[0], self.code.at(row[1], 64, I8)), *args),
+            ),
+        }
+        batch = sharing(dict(group=3), [PART - 20, PART + 30, PART + 31], [30, 30, 3])
+        right = batch.run(CPU.paged_decode_attention)
+        monkeypatch.setattr(*faults[fault])
+        monkeypatch.setattr(attention, "VERSION", next(VERSIONS))
+        assert (batch.run(ops_of(cpu).paged_decode_attention) != right).any()

@@ -73,13 +73,15 @@ class Resolved:
 
 def resolve(
     config: EngineConfig, model: ModelConfig, device: Device, *, stored_method: str | None = None,
-    stored_form: str = "the checkpoint is not quantized", module_size: int | None = None,
+    stored_form: str = "the checkpoint is not quantized", is_quantized: bool | None = None,
+    module_size: int | None = None,
 ) -> Resolved:  # fmt: skip
     """Resolve the open settings of a config.
 
     Args:
         stored_method: method by which the checkpoint is quantized; None: it is not.
         stored_form: form of the checkpoint's weights, in words.
+        is_quantized: whether some of them are; None: if there is a method.
         module_size: number of devices that hold a loaded module; None: the model is a checkpoint.
 
     Raises:
@@ -89,7 +91,8 @@ def resolve(
     dtype: str | None
     if module_size is None:
         # Products on several devices, and those of weights that are quantized, take other ways.
-        is_plain = config.tensor_parallel_size in (None, 1) and not (config.quantization or stored_method)
+        is_quantized = stored_method is not None if is_quantized is None else is_quantized
+        is_plain = config.tensor_parallel_size in (None, 1) and not (config.quantization or is_quantized)
         reads_bfloat16 = is_plain and device.reads_bfloat16
         dtype = choices.choose("dtype", *_default_dtype(model, device, reads_bfloat16=reads_bfloat16))
         size = choices.choose("tensor_parallel_size", 1, "the default")

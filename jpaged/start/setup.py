@@ -133,20 +133,22 @@ def resolve_checkpoint(config: EngineConfig, device: jax.Device) -> tuple[Path, 
         ValueError: there is no such model, or a file of it is missing or invalid, or it does not allow a setting.
     """
     directory = find_model(config.model, revision=config.revision, weights=False)
-    model, method, form = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
-    return directory, resolve(config, model, device_of(device), stored_method=method, stored_form=form)
+    model, stored = _read_checkpoint(directory, config.hf_overrides, config.load_format != "dummy")
+    return directory, resolve(config, model, device_of(device), **stored)
 
 
 def _read_checkpoint(
     directory: Path, overrides: Mapping[str, Any] | None, has_weights: bool
-) -> tuple[ModelConfig, str | None, str]:
-    """Return a checkpoint's config, the method by which its weights are quantized, None: none, and words for that."""
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return a checkpoint's config, and the arguments of `resolve` that tell the form of its weights."""
     model = read_config(directory, overrides)
     if has_weights and directory.is_file():
-        return model, GGUF, open_gguf(directory).summary
+        file = open_gguf(directory)
+        is_quantized = not file.kinds.keys() <= {"F32", "F16", "BF16"}
+        return model, dict(stored_method=GGUF, stored_form=file.summary, is_quantized=is_quantized)
     if has_weights and (scheme := read_scheme(directory)):
-        return model, scheme.method, "the method of the checkpoint"
-    return model, None, "the checkpoint is not quantized"
+        return model, dict(stored_method=scheme.method, stored_form="the method of the checkpoint")
+    return model, {}
 
 
 def prepare_module(config: EngineConfig, module: Model, tokenizer: Any = None) -> Setup:

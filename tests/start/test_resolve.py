@@ -102,6 +102,13 @@ def test_a_cpu_that_reads_bfloat16_keeps_it(stored, values, method, expected):
     assert values.get("dtype") or reasons[expected] in choices(made)["dtype"][1]
 
 
+@pytest.mark.parametrize("is_quantized, expected", [(False, "bfloat16"), (True, "float32"), (None, "float32")])
+def test_a_file_in_gguf_whose_weights_are_bfloat16_keeps_it(is_quantized, expected):
+    model = dataclasses.replace(MODEL, dtype="bfloat16", hidden_size=2048, intermediate_size=4096)
+    device = Device("a device", "cpu", reads_bfloat16=True)
+    assert resolve(EngineConfig(), model, device, stored_method="gguf", is_quantized=is_quantized).dtype == expected
+
+
 @pytest.mark.parametrize("layers, expected", [(7, "float32"), (8, "bfloat16")])
 def test_a_model_that_fits_into_caches_is_float32(layers, expected):
     # 12 heads of 16 and 3 matrices of 1152 are 8.02 MiB of a layer in float32.

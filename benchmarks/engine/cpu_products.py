@@ -48,22 +48,17 @@ class Way(NamedTuple):
     instructions: dict[str, bool]
 
 
-IN_FLOAT32, IN_PAIRS = {"has_bf16_dot": False, "has_bf16_tiles": False}, {"has_bf16_dot": True, "has_bf16_tiles": False}
-IN_TILES = {"has_bf16_dot": True, "has_bf16_tiles": True}
-NARROW = {
-    "int8": Format("int8", "float32"),
-    "fp8": Format("float8_e4m3fn", "float32"),
-    "8 bits in groups of 32": Format("int8", "float16", group=32),
-    "4 bits in groups of 32": Format("uint8", "float16", "float16", 32),
-}
 WAYS = {
     "float32": Way(Format("float32"), "float32", {}),
-    "bfloat16 in float32": Way(Format("bfloat16"), "bfloat16", IN_FLOAT32),
-    "bfloat16 in pairs": Way(Format("bfloat16"), "bfloat16", IN_PAIRS),
-    "bfloat16 in tiles": Way(Format("bfloat16"), "bfloat16", IN_TILES),
-    **{f"{name} in float32": Way(form, "bfloat16", IN_FLOAT32) for name, form in NARROW.items()},
-    **{f"{name} in tiles": Way(form, "bfloat16", IN_TILES) for name, form in NARROW.items()},
-}
+    "bfloat16 in float32": Way(
+        Format("bfloat16"), "bfloat16", {"has_bf16_dot": False, "has_bf16_tiles": False}
+    ),
+    "bfloat16 in pairs": Way(Format("bfloat16"), "bfloat16", {"has_bf16_dot": True, "has_bf16_tiles": False}),
+    "bfloat16 in tiles": Way(Format("bfloat16"), "bfloat16", {"has_bf16_dot": True, "has_bf16_tiles": True}),
+    "int8": Way(Format("int8", "float32"), "bfloat16", {}),
+    "8 bits in groups of 32": Way(Format("int8", "float16", group=32), "bfloat16", {}),
+    "4 bits in groups of 32": Way(Format("uint8", "float16", "float16", 32), "bfloat16", {}),
+}  # fmt: skip
 
 
 def random_weights(form: Format, num_layers: int) -> Any:

@@ -95,10 +95,6 @@ class Input:
                 self._pack(tile)
                 code.exchange(self._state(tile), 0, code.value(1, I64))
 
-    def row(self, t: Value) -> Value:
-        """Return the address of a row of x."""
-        return self.code.at(self._x, t * (2 * self.inputs), I8)
-
     def address(self, tile: Value) -> Value:
         """Return the address of a packed tile of rows."""
         return self.code.select(self.is_single, self._x, self._packed_at(tile))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.cpu import amx, panels, stream, strips
+from pallas_kernels.cpu import amx, stream, strips
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
@@ -32,7 +32,7 @@ FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 9  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 10  # part of the targets' names: executables on disk must not call a function of other arguments
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -143,20 +143,19 @@ class _Writer:
         self.tile_o, self.tile_t = (6, 4) if machine.registers == 32 else (4, 2)
         self.most_t = 2 * self.tile_t  # rows of a stream
         self.first = STARTS + spec.has_experts  # argument of the first weight
-        self.unit_o, self.unit_t = (panels.WIDTH, panels.MOST_T) if spec.tiles else (UNIT_O, UNIT_T)
-        self._sums_size = max(strips.WIDTH * amx.SIZE, self.unit_t * self.unit_o)
+        self._sums_size = amx.SIZE * strips.WIDTH if spec.tiles else UNIT_T * UNIT_O
 
-    # The outputs of a call are divided into blocks of `unit_o`, and its rows into blocks of `unit_t` of one expert. In
-    # a call of a few rows each thread first has a large block of outputs, because weights are read fastest where they
-    # lie in a row. The rest of the outputs are small blocks, so that all threads end at about the same time.
+    # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. In a
+    # call of a few rows each thread first has a large block of outputs, because weights are read fastest where they lie
+    # in a row. The rest of the outputs are small blocks, so that all threads end at about the same time.
 
     def _is_small(self) -> Value:
-        return self.call.size(X, 0).compare("<=", strips.MOST_T if self.spec.tiles else SMALL_T)
+        return self.call.size(X, 0).compare("<=", strips.SMALL_T if self.spec.tiles else SMALL_T)
 
     def _sizes(self, outputs: Value) -> tuple[Value, Value, Value]:
         """Return the number of large blocks, and the sizes of large and of small blocks."""
         code, threads = self.code, num_threads()
-        step, unit = (amx.SIZE if self.spec.tiles else STEP_O), self.unit_o
+        step, unit = (amx.SIZE, strips.UNIT_O) if self.spec.tiles else (STEP_O, UNIT_O)
         small = code.maximum(outputs // (SMALL_BLOCKS * threads * step) * step, outputs * 0 + unit // 2)
         large = outputs * 3 // (4 * threads * step) * step  # three quarters of all outputs
         of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + unit)
@@ -194,11 +193,11 @@ class _Writer:
         for weight in self._weights():
             blocks.set(blocks.get() + self._blocks(weight))
         if not self.spec.has_experts:
-            return blocks.get() * ((self.call.size(X, 0) + (self.unit_t - 1)) // self.unit_t)
+            return blocks.get() * ((self.call.size(X, 0) + (UNIT_T - 1)) // UNIT_T)
         total = Variable(code.value(0, I64))
         with code.loop(0, self.call.size(STARTS, 0) - 1) as expert:
             first, stop = self._rows_of(expert)
-            total.set(total.get() + (stop - first + (self.unit_t - 1)) // self.unit_t)
+            total.set(total.get() + (stop - first + (UNIT_T - 1)) // UNIT_T)
         return total.get() * blocks.get() + 1
 
     def _rows_of(self, expert: Value) -> tuple[Value, Value]:
@@ -217,9 +216,9 @@ class _Writer:
         """Write the code of a unit."""
         code = self.code
         if not self.spec.has_experts:
-            row_units = (self.call.size(X, 0) + (self.unit_t - 1)) // self.unit_t
-            first = unit % row_units * self.unit_t
-            self._block(unit // row_units, unit * 0, first, code.minimum(first + self.unit_t, self.call.size(X, 0)))
+            row_units = (self.call.size(X, 0) + (UNIT_T - 1)) // UNIT_T
+            first = unit % row_units * UNIT_T
+            self._block(unit // row_units, unit * 0, first, code.minimum(first + UNIT_T, self.call.size(X, 0)))
             return
         blocks = Variable(code.value(0, I64))
         for weight in self._weights():
@@ -229,11 +228,11 @@ class _Writer:
         experts = self.call.size(STARTS, 0) - 1
         with code.loop(0, experts) as expert:
             first, stop = self._rows_of(expert)
-            count, at = (stop - first + (self.unit_t - 1)) // self.unit_t, left.get()
+            count, at = (stop - first + (UNIT_T - 1)) // UNIT_T, left.get()
             with code.when(at.compare(">=", 0)), code.when(at.compare("<", count)):
                 chosen.set(expert)
-                start.set(first + at * self.unit_t)
-                end.set(code.minimum(first + (at + 1) * self.unit_t, stop))
+                start.set(first + at * UNIT_T)
+                end.set(code.minimum(first + (at + 1) * UNIT_T, stop))
             left.set(at - count)
         with code.when(chosen.get().compare(">=", 0)):
             self._block(unit % blocks.get(), chosen.get(), start.get(), end.get())
@@ -253,15 +252,15 @@ class _Writer:
             with code.when(number.get().compare("==", weight)), code.when(left.get().compare(">=", blocks)):
                 left.set(left.get() - blocks)
                 number.set(number.get() + 1)
-        rows = code.scratch(self.unit_t, I64)  # the rows that are computed
+        rows = code.scratch(UNIT_T, I64)  # the rows that are computed
         count = self._choose_rows(rows, start_t, stop_t)
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
         y, sums = self.call.result(number.get()), [code.scratch(self._sums_size, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
-        writer: _Vectors | _Tiles
+        writer: _Vectors | strips.Strips
         if self.spec.tiles:
-            first = left.get() * self.unit_t // (amx.SIZE * num_threads())
-            writer = _Tiles(self._input(), start_t, stop_t, first)
+            first = left.get() * UNIT_T // (amx.SIZE * num_threads())
+            writer = strips.Strips(self._input(), start_t, stop_t, first)
         else:
             writer = _Vectors(self, matrices[0], rows, count)
         with code.when(count.compare(">", 0)), code.loop(start_o, stop_o, writer.width) as o:
@@ -304,7 +303,7 @@ class _Writer:
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
-        bounds: tuple[Value, Value], writer: "_Vectors | _Tiles", y: Value, rows: Value, count: Value,
+        bounds: tuple[Value, Value], writer: "_Vectors | strips.Strips", y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
@@ -360,33 +359,3 @@ class _Vectors:
             stream.write_sums(block, x, stop - start, writer.most_t)
         with code.when(code.invert(self._is_few)):
             Tiles(block, x, writer.tile_o, writer.tile_t, UNIT_O).write(stop - start)
-
-
-class _Tiles:
-    """Writer of the sums of a block in tile registers, for a few rows or for many.
-
-    Args:
-        x: rows, of which the block has those from `start_t` to below `stop_t`.
-        first: number of the tile with which the packing of a few rows begins.
-
-    Attributes:
-        width: most outputs that are computed at once.
-    """
-
-    def __init__(self, x: amx.Input, start_t: Value, stop_t: Value, first: Value):
-        self.code = x.code
-        self._is_few = (stop_t - start_t).compare("<=", strips.MOST_T)
-        with self.code.when(self._is_few):
-            x.pack(start_t // amx.SIZE, (stop_t + (amx.SIZE - 1)) // amx.SIZE, first)
-        self._few, self._many = strips.Strips(x, start_t, stop_t), panels.Panels(x, start_t, stop_t)
-        self.width = self.code.select(self._is_few, self._few.width, self._many.width)
-
-    def place(self, r: Value, t: Value) -> Value:
-        """Return the place of the sums of row t, the r-th one of the block."""
-        return self.code.select(self._is_few, self._few.place(t), self._many.place(t))
-
-    def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
-        """Write sums [rows, width] of some outputs, as `_Vectors` does."""
-        for is_used, writer in ((self._is_few, self._few), (self.code.invert(self._is_few), self._many)):
-            with self.code.when(is_used):
-                writer.write(matrix, outputs[:2], sums_to)

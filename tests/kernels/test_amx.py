@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu
-from pallas_kernels.cpu import amx, attention, panels, runs, strips
+from pallas_kernels.cpu import amx, attention, runs, strips
 from pallas_kernels.cpu.code import I8, I64, Machine
 from pallas_kernels.cpu.contexts import PART
 from pallas_kernels.cpu.decode_tiles import TileDecodeWriter
+from pallas_kernels.cpu.product import UNIT_T
 from pallas_kernels.cpu.prompt_tiles import TilePromptWriter
 from tests.kernels import cases
 from tests.kernels.implementations import CPU, ops_of
@@ -22,7 +23,7 @@ from tests.kernels.test_product import OPS, assert_product
 
 pytestmark = pytest.mark.skipif(not Machine.host().has_bf16_tiles, reason="this processor has no tiles of bfloat16")
 
-FEW, BLOCK = strips.MOST_T, panels.MOST_T
+FEW, BLOCK = strips.SMALL_T, UNIT_T
 MANY = 2 * BLOCK + 45
 ROWS = (1, 2, 16, 17, 33, 49, FEW, FEW + 1, FEW + 33, BLOCK, BLOCK + FEW + 1, MANY)
 VERSIONS = itertools.count(10**6)  # of targets
@@ -40,7 +41,7 @@ def exact_product(x_ti: jax.Array, matrix_oi: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("outputs", [3, 16, 50, strips.WIDTH + 33])
-@pytest.mark.parametrize("depth", [64, 96, panels.CHUNK + 128])
+@pytest.mark.parametrize("depth", [64, 96, 1152])
 def test_each_number_of_rows_has_the_same_bits(outputs, depth, multiply):
     x_ti, weight = x_of(MANY, depth, "bfloat16"), weight_in(FORMS["bfloat16"], outputs, depth)
     together = multiply(x_ti, weight)
@@ -88,33 +89,21 @@ def _configure_one(self, rows, row_bytes):
     CONFIGURE(self, dict.fromkeys(rows, self.code.value(1, I64)), row_bytes)
 
 
-def _begin_again(self, matrix, row, part, panels_of, sums_to):
-    ADD(self, matrix, row, (part[0] * 0, part[1] - part[0]), panels_of, sums_to)
-
-
-PACK, CONFIGURE, ADD = amx.Input._pack, amx.Registers.configure, panels.Panels._add
-LAST_PANEL = panels.Panels._pack
+PACK, CONFIGURE = amx.Input._pack, amx.Registers.configure
 FAULTS = {
-    "a tile of rows is not packed": (40, amx.Input, "_pack", lambda self, tile: None),
-    "another tile of rows is packed": (40, amx.Input, "_pack", _pack_another),
-    "a tile of weights of one output": (40, amx.Registers, "configure", _configure_one),
-    "sums that are not turned": (40, strips.Strips, "_transpose", lambda self, sums, to: None),
-    "sums of the last part of the inputs only": (FEW + 40, panels.Panels, "_add", _begin_again),
-    "rows whose place is that of whole tiles": (FEW + 41, panels.Panels, "place", lambda self, t: t - self._start),
-    "panels of the next output": (
-        FEW + 40, panels.Panels, "_pack", lambda self, matrix, first, *rest: LAST_PANEL(self, matrix, first + 1, *rest)
-    ),
-}  # fmt: skip
+    "a tile of rows is not packed": (amx.Input, "_pack", lambda self, tile: None),
+    "another tile of rows is packed": (amx.Input, "_pack", _pack_another),
+    "a tile of weights of one output": (amx.Registers, "configure", _configure_one),
+    "sums that are not turned": (strips.Strips, "_transpose", lambda self, sums, to: None),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, multiply, monkeypatch):
-    rows, *replaced = FAULTS[fault]
-    monkeypatch.setattr(*replaced)
-    depth = panels.CHUNK + 64
-    x_ti, weight = x_of(rows, depth, "bfloat16"), weight_in(FORMS["bfloat16"], 50, depth)
+    monkeypatch.setattr(*FAULTS[fault])
+    x_ti, weight = x_of(40, 64, "bfloat16"), weight_in(FORMS["bfloat16"], 50, 64)
     with pytest.raises(AssertionError):
-        assert_product(multiply(x_ti, weight), exact_product(x_ti, exact_matrix(weight)), depth)
+        assert_product(multiply(x_ti, weight), exact_product(x_ti, exact_matrix(weight)), 64)
 
 
 class TestPrompts:

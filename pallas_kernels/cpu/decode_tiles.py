@@ -160,7 +160,8 @@ class TileDecodeWriter(DecodeWriter):
     ) -> None:
         """Write the sums of values [rows, H]. `seen` are the first key that a row sees, and the one after the last."""
         code, registers, size = self.code, self._registers, self.spec.head_dim
-        part = min(size, len(SUMS) * SIZE)  # numbers of a head whose sums are in registers
+        # The numbers of a head whose sums are in registers.
+        part = next(several for several in (len(SUMS) * SIZE, TILE_INPUTS) if size % several == 0)
         values, row_bytes = code.scratch(part // SIZE * TILE_BYTES // 4, I32), code.value(ROW_BYTES, I64)
         registers.configure(dict.fromkeys((*SUMS, LEFT), rows), {})
         with code.loop(0, size, part) as first:

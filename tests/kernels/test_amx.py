@@ -114,7 +114,7 @@ class TestPrompts:
         [
             dict(head_dim=32, group=1), dict(head_dim=128, group=4, sinks=True), dict(group=3, window=100),
             dict(head_dim=256, num_kv_heads=1, group=2, soft_cap=2.0, window=70), dict(group=3, window=33, fp8=True),
-            dict(head_dim=96, pool_head_dim=128, group=2),
+            dict(head_dim=96, group=2), dict(head_dim=80, pool_head_dim=96),
         ],
     )  # fmt: skip
     def test_kinds_of_heads(self, kind):
@@ -143,7 +143,7 @@ class TestPrompts:
 KINDS = [
     dict(head_dim=32, group=1), dict(group=3), dict(head_dim=128, num_kv_heads=1, group=16, sinks=True),
     dict(group=5, window=PART + 40), dict(head_dim=256, num_kv_heads=1, group=2, soft_cap=2.0, window=70),
-    dict(group=3, window=33, fp8=True), dict(head_dim=96, pool_head_dim=128, group=2),
+    dict(group=3, window=33, fp8=True), dict(head_dim=96, group=2), dict(head_dim=80, pool_head_dim=96),
 ]  # fmt: skip
 
 

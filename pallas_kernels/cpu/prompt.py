@@ -62,7 +62,8 @@ class PromptWriter(ContextsFrame):
         self.dot = machine.has_bf16_dot and spec.dtype == "bfloat16" and size % (2 * self.lanes) == 0
         self.step = 2 if self.dot else 1  # numbers in an element
         self.element = I32 if self.dot else F32
-        self.scales_later = self.dot and spec.soft_cap is None  # whether scores wait for their factor
+        # Whether scores wait for their factor in the softmax. It may be 0 for a scale of fp8.
+        self.scales_later = self.dot and spec.soft_cap is None and "float8" not in spec.pool_dtype
 
     def num_units(self, s: Value) -> Value:
         """Return the number of units of a KV head of a sequence."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu
+from pallas_kernels import cpu, reference
 from pallas_kernels.cpu import amx, attention, runs, strips
 from pallas_kernels.cpu.code import I8, I64, Machine
 from pallas_kernels.cpu.contexts import PART
@@ -120,6 +120,12 @@ class TestPrompts:
     def test_kinds_of_heads(self, kind):
         batch = cases.make_batch([210, 70, 33], q_lens=[130, 70, 1], return_lse=True, padding_rows=3, **kind)
         batch.check(batch.run(CPU.ragged_paged_attention))
+
+    def test_keys_whose_scale_is_0(self):
+        batch = cases.make_batch([100], q_lens=[100], group=3, fp8=True)
+        batch.options["k_scale_k"] = jnp.zeros_like(batch.options["k_scale_k"])
+        found, expected = (batch.run(ops_of(each).ragged_paged_attention) for each in (cpu, reference))
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=0.02)
 
     @pytest.mark.parametrize("fault", ["pairs of one value", "keys of the first tile"])
     def test_planted_faults_are_found(self, fault, monkeypatch):

@@ -14,7 +14,7 @@ from jpaged.chat import check_template
 from jpaged.checkpoint_files import part_names
 from jpaged.config import GGUF, EngineConfig
 from jpaged.core.params import SamplingParams
-from jpaged.gguf_file import open_gguf
+from jpaged.gguf_file import FLOATS, open_gguf
 from jpaged.gguf_tokenizer import load_gguf_tokenizer
 from jpaged.models.base import Model
 from jpaged.models.config import ModelConfig
@@ -144,7 +144,7 @@ def _read_checkpoint(
     model = read_config(directory, overrides)
     if has_weights and directory.is_file():
         file = open_gguf(directory)
-        is_quantized = not file.kinds.keys() <= {"F32", "F16", "BF16"}
+        is_quantized = any(tensor.kind not in FLOATS for tensor in file.tensors.values())
         return model, dict(stored_method=GGUF, stored_form=file.summary, is_quantized=is_quantized)
     if has_weights and (scheme := read_scheme(directory)):
         return model, dict(stored_method=scheme.method, stored_form="the method of the checkpoint")

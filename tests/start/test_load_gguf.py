@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import gguf
+import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -16,6 +17,8 @@ from jpaged.convert import convert, stored_dtype
 from jpaged.demo import DIRECTORY
 from jpaged.models.registry import read_config
 from jpaged.runtime.parameters import by_name
+from jpaged.start import resolve, setup
+from jpaged.start.resolve import Device
 from jpaged.start.setup import prepare
 from jpaged.tokenizer import encode, load_tokenizer
 from tests.support import gguf_models
@@ -32,6 +35,14 @@ def file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def quantized_file(tmp_path_factory):
     return gguf_models.write_demo(tmp_path_factory.mktemp("demo") / "demo.gguf", Kind.Q8_0)
+
+
+@pytest.mark.parametrize("kind, expected", [(Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32"), (Kind.F32, "float32")])
+def test_a_large_file_keeps_bfloat16(kind, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "device_of", lambda _: Device("a device", "cpu", reads_bfloat16=True))
+    monkeypatch.setattr(resolve, "CPU_CACHE_BYTES", 0)
+    config = EngineConfig(model=str(gguf_models.write_demo(tmp_path / "demo.gguf", kind)))
+    assert setup.resolve_checkpoint(config, jax.devices()[0])[1].dtype == expected
 
 
 def test_the_demo_answers_alike_from_gguf(file, demo):

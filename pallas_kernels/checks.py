@@ -232,6 +232,21 @@ def check_causal_conv(
     _check_chains_arrays(chains)
 
 
+def check_logits(logits_sv: jax.Array, *, temperature_s: jax.Array | None = None) -> None:
+    """Raise ValueError for a wrong shape or dtype of logits, and of temperatures."""
+    if logits_sv.ndim != 2 or 0 in logits_sv.shape:
+        raise ValueError(f"logits_sv has shape {list(logits_sv.shape)}, expected [S, V] with none of them 0")
+    check_array("logits_sv", logits_sv, logits_sv.shape, jnp.float32)
+    if temperature_s is not None:
+        check_array("temperature_s", temperature_s, logits_sv.shape[:1], jnp.float32)
+
+
+def check_noise(seeds_s2: jax.Array, positions_s: jax.Array, num_rows: int) -> None:
+    """Raise ValueError for a wrong shape or dtype of the seeds and the positions of noise."""
+    check_array("seeds_s2", seeds_s2, (num_rows, 2), jnp.uint32)
+    check_array("positions_s", positions_s, (num_rows,), jnp.int32)
+
+
 def _check_chains_arrays(chains: Chains) -> None:
     """Check the shapes and dtypes of chains."""
     if chains.reads_s.ndim != 1 or len(chains.reads_s) == 0:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import checks, recurrent, reference
+from pallas_kernels import checks, recurrent, reference, sampling
 from pallas_kernels.options import (
     AttentionOptions,
     Chains,
@@ -55,6 +55,14 @@ class Implementation(NamedTuple):
     least_rows: int = 1
     delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.delta_rule
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.causal_conv
+    argmax_and_lse: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = sampling.argmax_and_lse
+    gumbel_argmax: Callable[..., jax.Array] = sampling.gumbel_argmax
+    gumbel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sampling.gumbel
+    ranks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sampling.ranks
+
+
+# Ops that a module may lack. The definition in jnp stands in for them.
+OPTIONAL = ("product", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks")
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -65,12 +73,9 @@ def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementatio
         # Decode steps and mixed steps cut decode tokens into the same tiles, because the bits must be the same.
         decode = partial(decode, tiles=tiles.get("decode"))
         ragged = partial(ragged, tiles=tiles.get("ragged"), decode_tiles=tiles.get("decode"))
-    multiply = getattr(code, "product", reference.product)
-    return Implementation(
-        code.write_kv, code.copy_blocks, decode, ragged, multiply, getattr(code, "SKIPS_ROWS", False),
-        getattr(code, "LEAST_ROWS", 1), getattr(code, "delta_rule", recurrent.delta_rule),
-        getattr(code, "causal_conv", recurrent.causal_conv),
-    )  # fmt: skip
+    optional = {op: getattr(code, op) for op in OPTIONAL if hasattr(code, op)}
+    optional |= dict(skips_rows=getattr(code, "SKIPS_ROWS", False), least_rows=getattr(code, "LEAST_ROWS", 1))
+    return Implementation(code.write_kv, code.copy_blocks, decode, ragged)._replace(**optional)
 
 
 @dataclass(frozen=True)
@@ -324,6 +329,71 @@ class Ops:
         if self.debug:
             checks.check_chains(chains, len(x_tc), len(states))
         return self.implementation.causal_conv(x_tc, weight_cw, bias_c, states, chains, activation)
+
+    def argmax_and_lse(self, logits_sv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the best token of each row and the log of the sum of the exponentials of its logits.
+
+        Args:
+            logits_sv: [S, V] float32.
+
+        Returns:
+            [S] int32, the first of equal tokens, any one in a row with NaN; and [S] float32: -inf for a row of -inf,
+            not finite for a row with NaN or an infinite logit. A row has the same bits next to any other rows.
+        """
+        (logits_sv,) = _arrays("argmax_and_lse", logits_sv)
+        checks.check_logits(logits_sv)
+        return self.implementation.argmax_and_lse(logits_sv)
+
+    def gumbel_argmax(
+        self, logits_sv: jax.Array, temperature_s: jax.Array, seeds_s2: jax.Array, positions_s: jax.Array
+    ) -> jax.Array:
+        """Draw a token of each row from softmax(logits / temperature): the best one with the noise of `gumbel` added.
+
+        Args:
+            logits_sv: [S, V] float32.
+            temperature_s: [S] float32; a row with 0 is not drawn: its result is 0.
+            seeds_s2: [S, 2] uint32.
+            positions_s: [S] int32.
+
+        Returns:
+            [S] int32, the first of equal tokens.
+        """
+        arguments = _arrays("gumbel_argmax", logits_sv, temperature_s, seeds_s2, positions_s)
+        checks.check_logits(logits_sv, temperature_s=temperature_s)
+        checks.check_noise(seeds_s2, positions_s, len(logits_sv))
+        return self.implementation.gumbel_argmax(*arguments)
+
+    def gumbel(self, seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
+        """Return Gumbel noise that depends on the seed and the position of its row and on its token only.
+
+        It is the noise of `jax.random.gumbel` for a key made by `fold_in` of the seed, the position and the token, up
+        to the rounding of the logarithm.
+
+        Args:
+            seeds_s2, positions_s: as `gumbel_argmax` has them.
+            tokens_sk: [S, K] int32.
+
+        Returns:
+            [S, K] float32.
+        """
+        arguments = _arrays("gumbel", seeds_s2, positions_s, tokens_sk)
+        checks.check_noise(seeds_s2, positions_s, len(tokens_sk))
+        checks.check_array("tokens_sk", tokens_sk, tokens_sk.shape, jnp.int32)
+        return self.implementation.gumbel(*arguments)
+
+    def ranks(self, logits_sv: jax.Array, tokens_s: jax.Array, wanted_s: jax.Array) -> jax.Array:
+        """Return 1 + the number of higher logits for a token of each row, [S] int32; 0 for rows that are not wanted.
+
+        Args:
+            logits_sv: [S, V] float32.
+            tokens_s: [S] int32, below V.
+            wanted_s: [S] bool.
+        """
+        arguments = _arrays("ranks", logits_sv, tokens_s, wanted_s)
+        checks.check_logits(logits_sv)
+        checks.check_array("tokens_s", tokens_s, logits_sv.shape[:1], jnp.int32)
+        checks.check_array("wanted_s", wanted_s, logits_sv.shape[:1], jnp.bool_)
+        return self.implementation.ranks(*arguments)
 
     def _multiply(self, x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
         checks.check_product(x_ti, weights, options)

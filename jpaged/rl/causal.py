@@ -23,7 +23,6 @@ from jpaged.models.outputs import outputs_of
 from jpaged.rl.reduced import by_xla
 from jpaged.rl.sequences import causal_attention, dense_attention, paged_attention
 from jpaged.runtime.kv_cache import KVCache
-from jpaged.runtime.reductions import row_logsumexp
 from pallas_kernels import select_for
 
 USED = ("kernels", "block_size", "kv_cache_dtype", "lora_dtype")  # settings that change the bits on one machine
@@ -135,7 +134,8 @@ def _engines_logprobs(
         set_products(model, *products)
         _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), *products)
         attend = paged_attention(model, cache, is_output_bw)
-        return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, row_logsumexp)))
+        lse = lambda logits_sv: cache.kernels.argmax_and_lse(logits_sv)[1]
+        return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, lse)))
 
     engines = jax.custom_jvp(value)
     engines.defjvp(lambda primals, tangents: (engines(*primals), jax.jvp(define, primals, tangents)[1]))

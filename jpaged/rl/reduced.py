@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import jit_p, reduce_max_p, reduce_sum_p
 
-from jpaged.runtime.reductions import max_by_xla, sum_by_xla
+from pallas_kernels.reductions import max_by_xla, sum_by_xla
 
 BY_XLA = {reduce_sum_p: sum_by_xla, reduce_max_p: max_by_xla}
 

@@ -16,9 +16,12 @@ import numpy as np
 from jax import lax
 
 from jpaged.runtime.device_rows import SamplingState, count_tokens
-from jpaged.runtime.reductions import row_argmax, row_logsumexp, row_max, row_sum
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
+from pallas_kernels import Ops, load
+from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.reductions import row_argmax, row_logsumexp, row_max, row_sum
+from pallas_kernels.sampling import cooled
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72, 128)
@@ -49,12 +52,14 @@ class SampleOptions(NamedTuple):
             model's own. That costs a search of the vocabulary for the samples with filters.
         settings: the settings that samples use at most; `ANY` if `processed`.
         several: whether there are executables for several settings, whose results must have the same bits.
+        ops: the ops of sampling.
     """
 
     num_top: int
     processed: bool = False
     settings: Settings = Settings.ANY
     several: bool = False
+    ops: Ops = Ops(load(REFERENCE))
 
 
 def count(state: SamplingState, sampling: Sampling) -> SamplingState:
@@ -91,67 +96,87 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
         state: the result of `count`.
         sampling: arrays for S samples.
     """
-    k = min(options.num_top, logits_sv.shape[1])
+    k, ops = min(options.num_top, logits_sv.shape[1]), options.ops
     if options.processed:
-        return _sample_processed(logits_sv, state, sampling, k)
-    lse_s = row_logsumexp(logits_sv)
+        return _sample_processed(logits_sv, state, sampling, k, ops)
+    best_s, lse_s = ops.argmax_and_lse(logits_sv)
     if options.several:  # operations that only some executables have are not fused with these
-        logits_sv, lse_s = lax.optimization_barrier((logits_sv, lse_s))
-    drawn_s = sampling.temperature > 0
+        logits_sv, best_s, lse_s = lax.optimization_barrier((logits_sv, best_s, lse_s))
     if options.settings is Settings.ANY:
-        tokens, *lists = lax.cond(
-            jnp.any(drawn_s | (sampling.num_top > 0) | sampling.masked | sampling.stateful | sampling.beam),
-            lambda: _choose(logits_sv, lse_s, state, sampling, k),
-            lambda: (row_argmax(logits_sv), *_no_lists(len(logits_sv), k)),
-        )
+        drawn_s = sampling.temperature > 0
+        is_simple_s = ~(sampling.masked | sampling.stateful | sampling.beam | sampling.filtered)
+        is_simple_s &= sampling.num_top <= 1
+        is_any = jnp.any(drawn_s | (sampling.num_top > 0))
+        choices = [
+            lambda: (best_s, *_no_lists(len(best_s), k)),
+            lambda: _choose_simple(logits_sv, best_s, lse_s, sampling, k, ops),
+            lambda: _choose(logits_sv, best_s, lse_s, state, sampling, k, ops),
+        ]
+        tokens, *lists = lax.switch(jnp.where(jnp.all(is_simple_s), is_any.astype(jnp.int32), 2), choices)
     else:
-        tokens = row_argmax(logits_sv)
+        tokens = best_s
         if options.settings is not Settings.GREEDY:
-            tokens = jnp.where(drawn_s, _draw(logits_sv, sampling, options.settings), tokens)
+            tokens = _draw(logits_sv, best_s, sampling, ops, options.settings)
         lists = _no_lists(len(tokens), k)
     return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *lists)
 
 
-def _choose(
-    logits_sv: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
+def _choose_simple(
+    logits_sv: jax.Array, best_s: jax.Array, lse_s: jax.Array, sampling: Sampling, k: int, ops: Ops
 ) -> tuple[jax.Array, ...]:
+    """Return the results of `_choose` for rows that are drawn from the whole vocabulary, with lists of one token."""
+    tokens = _draw(logits_sv, best_s, sampling, ops, Settings.DRAWN)
+    listed_s = sampling.num_top > 0
+    first_k = (jnp.arange(k) == 0) & listed_s[:, None]
+    best_s1 = _at(logits_sv, best_s)[:, None] - lse_s[:, None]
+    lists = jnp.where(first_k, best_s[:, None], -1), jnp.where(first_k, best_s1, -jnp.inf)
+    return tokens, ops.ranks(logits_sv, tokens, listed_s), *lists
+
+
+def _choose(
+    logits_sv: jax.Array, best_s: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling, k: int,
+    ops: Ops,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return the tokens [S] of samples with any settings, their ranks, and the lists [S, K]."""
-    drawn_s, listed_s = sampling.temperature > 0, sampling.num_top > 0
-    x_sv = logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None]
-    is_processed = jnp.any(sampling.masked | sampling.stateful)
-    x_sv = lax.cond(is_processed, lambda: _process(x_sv, state, sampling), lambda: x_sv)
-    best = row_argmax(x_sv)
-    tokens = lax.cond(jnp.any(drawn_s), lambda: jnp.where(drawn_s, _draw(x_sv, sampling), best), lambda: best)
+    listed_s = sampling.num_top > 0
+
+    def process() -> tuple[jax.Array, jax.Array]:
+        x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
+        return x_sv, ops.argmax_and_lse(x_sv)[0]
+
+    is_processed = jnp.any(sampling.masked | sampling.stateful | sampling.beam)
+    x_sv, best_s = lax.cond(is_processed, process, lambda: (logits_sv, best_s))
+    tokens = _draw(x_sv, best_s, sampling, ops)
 
     def describe() -> tuple[jax.Array, ...]:
-        ranks = jnp.where(listed_s, _ranks(logits_sv, tokens), 0)
         values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
         offset_s = jnp.where(sampling.beam, 0, lse_s)
-        return ranks, *_list(values_sv, offset_s, state, sampling, k)
+        return ops.ranks(logits_sv, tokens, listed_s), *_list(values_sv, offset_s, state, sampling, k)
 
     return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_lists(len(tokens), k))
 
 
-def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, k: int) -> Sampled:
+def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, k: int, ops: Ops) -> Sampled:
     """Return the result of `sample` with the logprobs of the distribution that tokens are drawn from."""
-    lse_s = row_logsumexp(logits_sv)
+    _, lse_s = ops.argmax_and_lse(logits_sv)
     x_sv = _process(logits_sv - jnp.where(sampling.beam, lse_s, 0)[:, None], state, sampling)
-    drawn_s = sampling.temperature > 0
-    kept_sv = _keep_likely(_cooled(x_sv, sampling.temperature), sampling)
+    best_s, _ = ops.argmax_and_lse(x_sv)
+    kept_sv = _keep_likely(cooled(x_sv, sampling.temperature), sampling)
     # Rounded, or else a multiplication could be fused with the subtraction of the offset.
-    z_sv = lax.optimization_barrier(jnp.where(drawn_s[:, None], kept_sv, x_sv))
-    tokens = jnp.where(drawn_s, _draw(x_sv, sampling), row_argmax(x_sv))
+    z_sv = lax.optimization_barrier(jnp.where((sampling.temperature > 0)[:, None], kept_sv, x_sv))
+    tokens = _draw(x_sv, best_s, sampling, ops)
     # A beam's list is that of `sample`. A row that allows no token has no distribution.
     is_offset_s = ~sampling.beam & (row_max(z_sv) > -jnp.inf)
-    offset_s = jnp.where(is_offset_s, row_logsumexp(z_sv), 0)
+    offset_s = jnp.where(is_offset_s, ops.argmax_and_lse(z_sv)[1], 0)
     logprobs = jnp.where(jnp.isfinite(lse_s), _at(z_sv, tokens) - offset_s, jnp.nan)
-    ranks = jnp.where(sampling.num_top > 0, _ranks(z_sv, tokens), 0)
+    ranks = ops.ranks(z_sv, tokens, sampling.num_top > 0)
     return Sampled(tokens, logprobs, ranks, *_list(z_sv, offset_s, state, sampling, k))
 
 
 def token_logprobs(
-    logits_of: Callable[[jax.Array], jax.Array], x_td: jax.Array, targets_t: jax.Array, num_top: int, tile: int = 64
-) -> Sampled:
+    logits_of: Callable[[jax.Array], jax.Array], x_td: jax.Array, targets_t: jax.Array, num_top: int, ops: Ops,
+    tile: int = 64,
+) -> Sampled:  # fmt: skip
     """Return the logprobs of given tokens, in the form of `sample`'s result for T rows with `targets_t` chosen.
 
     At most `tile` rows of logits exist at once, and none where a tile has no target.
@@ -161,6 +186,7 @@ def token_logprobs(
         x_td: [T, D].
         targets_t: [T] int32; -1 = not wanted: logprob 0, rank 0, and a list of -1 and -inf.
         num_top: K, static; V if that is less.
+        ops: the ops of sampling.
     """
     num_tokens, width = x_td.shape
     k = min(num_top, jax.eval_shape(logits_of, x_td).shape[1])
@@ -169,11 +195,11 @@ def token_logprobs(
 
     def compute(x_td: jax.Array, targets_t: jax.Array) -> Sampled:
         logits_tv = logits_of(x_td)
-        lse_t = row_logsumexp(logits_tv)
+        _, lse_t = ops.argmax_and_lse(logits_tv)
         wanted_t = targets_t >= 0
         tokens_t = jnp.where(wanted_t, targets_t, 0)
         logprobs = jnp.where(wanted_t, _logprobs(logits_tv, tokens_t, lse_t), 0)
-        ranks = jnp.where(wanted_t, _ranks(logits_tv, tokens_t), 0)
+        ranks = ops.ranks(logits_tv, tokens_t, wanted_t)
         return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
 
     skip = lambda x_td, targets_t: Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_lists(tile, k))
@@ -217,53 +243,50 @@ def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.A
     return jnp.where(stateful, y_sv, x_sv)
 
 
-def _cooled(x_sv: jax.Array, temperature_s: jax.Array) -> jax.Array:
-    """Return logits over the temperature, where it is not 0."""
-    return x_sv / jnp.where(temperature_s > 0, temperature_s, 1)[:, None]
-
-
-def _draw(x_sv: jax.Array, sampling: Sampling, settings: Settings = Settings.ANY) -> jax.Array:
-    """Return tokens [S] int32 drawn from softmax(x / temperature) of the tokens that the filters keep.
+def _draw(
+    x_sv: jax.Array, best_s: jax.Array, sampling: Sampling, ops: Ops, settings: Settings = Settings.ANY
+) -> jax.Array:
+    """Return tokens [S] int32: drawn from softmax(x / temperature) of the tokens that the filters keep, or the best.
 
     DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
     """
-    x_sv = _cooled(x_sv, sampling.temperature)
-    if settings is Settings.DRAWN:
-        return _draw_any(x_sv, sampling)
-    if settings is Settings.FILTERED:
-        return _draw_filtered(x_sv, sampling)
-    draws = [functools.partial(draw, x_sv, sampling) for draw in (_draw_filtered, _draw_any)]
-    return cast(jax.Array, lax.cond(jnp.any(sampling.filtered), *draws))
+    drawn_s = sampling.temperature > 0
+
+    def draw_any() -> jax.Array:
+        tokens_s = ops.gumbel_argmax(x_sv, sampling.temperature, sampling.seeds, sampling.positions)
+        return jnp.where(drawn_s, tokens_s, best_s)
+
+    def draw_filtered() -> jax.Array:
+        return jnp.where(drawn_s, _draw_filtered(cooled(x_sv, sampling.temperature), sampling, ops), best_s)
+
+    if settings is not Settings.ANY:
+        return draw_any() if settings is Settings.DRAWN else draw_filtered()
+    level = jnp.where(jnp.any(sampling.filtered), 2, jnp.any(drawn_s).astype(jnp.int32))
+    return cast(jax.Array, lax.switch(level, [lambda: best_s, draw_any, draw_filtered]))
 
 
-def _draw_any(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return tokens [S] int32 drawn from softmax(x): argmax(x + Gumbel noise) is such a draw."""
-    ids_sv = jnp.broadcast_to(jnp.arange(x_sv.shape[1], dtype=jnp.int32), x_sv.shape)
-    return row_argmax(x_sv + _gumbel(sampling.seeds, sampling.positions, ids_sv))
-
-
-def _draw_filtered(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return tokens [S] int32 drawn from softmax(x) of the tokens that the filters keep.
+def _draw_filtered(x_sv: jax.Array, sampling: Sampling, ops: Ops) -> jax.Array:
+    """Return tokens [S] int32 drawn from softmax(x) of the tokens that the filters keep, for rows with a temperature.
 
     The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
     whole vocabulary is searched and given noise only if another row needs it, which does not change this row's token.
     """
-    tokens_sk, x_sk, threshold_s1, kept_sk, listed_s = _likely(x_sv, sampling)
-
-    def draw_listed() -> jax.Array:
-        noise_sk = _gumbel(sampling.seeds, sampling.positions, tokens_sk)
-        return _at(tokens_sk, row_argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
+    tokens_sk, x_sk, _, kept_sk, listed_s = _likely(x_sv, sampling)
+    drawn_s = sampling.temperature > 0
+    noise_sk = ops.gumbel(sampling.seeds, sampling.positions, tokens_sk)
+    from_list_s = _at(tokens_sk, row_argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
 
     def draw_others() -> jax.Array:
-        listed_sv = jnp.where(x_sv >= threshold_s1, x_sv, -jnp.inf)
         kept_sv = lax.cond(
             jnp.any(sampling.filtered & ~listed_s),
-            lambda: jnp.where(listed_s[:, None], listed_sv, _keep_likely(x_sv, sampling)),
-            lambda: listed_sv,
+            lambda: jnp.where(listed_s[:, None], x_sv, _keep_likely(x_sv, sampling)),
+            lambda: x_sv,
         )
-        return _draw_any(kept_sv, sampling)
+        others_s = jnp.where(drawn_s & ~listed_s, jnp.float32(1), 0)  # their temperature: x has been divided by it
+        tokens_s = ops.gumbel_argmax(kept_sv, others_s, sampling.seeds, sampling.positions)
+        return jnp.where(listed_s, from_list_s, tokens_s)
 
-    return cast(jax.Array, lax.cond(jnp.any((sampling.temperature > 0) & ~listed_s), draw_others, draw_listed))
+    return cast(jax.Array, lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, lambda: from_list_s))
 
 
 def _likely(x_sv: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
@@ -287,28 +310,12 @@ def kept_tokens(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, 
     Args:
         tokens_s: the samples, which `sample` returned for these arguments.
     """
-    x_sv = _cooled(_process(logits_sv, state, sampling), sampling.temperature)
+    x_sv = cooled(_process(logits_sv, state, sampling), sampling.temperature)
     _, _, threshold_s1, _, listed_s = _likely(x_sv, sampling)
     others_sv = lax.cond(jnp.all(listed_s), lambda: x_sv, lambda: _keep_likely(x_sv, sampling))
     kept_sv = jnp.where(listed_s[:, None], x_sv >= threshold_s1, others_sv > -jnp.inf) & (x_sv > -jnp.inf)
     is_token_sv = jnp.arange(x_sv.shape[1]) == tokens_s[:, None]
     return jnp.packbits((kept_sv & (sampling.temperature > 0)[:, None]) | is_token_sv, axis=1, bitorder="little")
-
-
-def _gumbel(seeds_s2: jax.Array, positions_s: jax.Array, tokens_sk: jax.Array) -> jax.Array:
-    """Return the noise [S, K] float32 of some tokens.
-
-    A token's noise is that of its place in `jax.random.gumbel` of the whole vocabulary.
-    """
-
-    def row(seed: jax.Array, position: jax.Array, tokens_k: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        halves_k2 = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token)))(tokens_k)
-        bits_k = halves_k2[:, 0] ^ halves_k2[:, 1]
-        uniform_k = lax.bitcast_convert_type(bits_k >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1  # in [0, 1)
-        return -jnp.log(-jnp.log(jnp.maximum(uniform_k, jnp.finfo(jnp.float32).tiny)))
-
-    return jax.vmap(row)(seeds_s2, positions_s, tokens_sk)
 
 
 def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> jax.Array:
@@ -357,10 +364,6 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
         return jnp.where(weight >= target_s, higher, t)
 
     return cast(jax.Array, lax.fori_loop(0, 32, bit, jnp.zeros(order_sv.shape[0], jnp.uint32))[:, None])
-
-
-def _ranks(logits_sv: jax.Array, tokens_s: jax.Array) -> jax.Array:
-    return 1 + jnp.sum(logits_sv > _at(logits_sv, tokens_s)[:, None], -1, dtype=jnp.int32)
 
 
 def _list(

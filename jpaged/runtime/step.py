@@ -200,7 +200,7 @@ class Step:
         sampling = sampling_of(rows_sf, bits)
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
-        options = SampleOptions(num_top, self.processed_logprobs, settings, several)
+        options = SampleOptions(num_top, self.processed_logprobs, settings, several, self.cache.kernels)
         logits_sv = self._logits(params, x_sd, sampling)
         sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
         at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped
@@ -228,7 +228,7 @@ class Step:
         if self.kernels is not None:
             set_products(model, self.kernels.product, self.kernels.products)
         logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
-        return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs)))
+        return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs), self.cache.kernels))
 
 
 def sampling_of(rows_sf: jax.Array, allowed_bits: jax.Array) -> Sampling:

@@ -52,6 +52,11 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
         # Models with recurrent layers run on one device.
         delta_rule=jax.jit(whole.delta_rule),
         causal_conv=jax.jit(whole.causal_conv, static_argnums=5),
+        # Each device samples whole rows.
+        argmax_and_lse=whole.argmax_and_lse,
+        gumbel_argmax=whole.gumbel_argmax,
+        gumbel=whole.gumbel,
+        ranks=whole.ranks,
     )
     return replace(kernels, implementation=implementation)
 

@@ -39,7 +39,7 @@ STEEP, LONG_S = 1.5, 0.02
 # Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
 # `benchmarks/engine/isolation.py`.
 CPU_TOKEN_S = 150e-6
-VERSION = 4  # of the way in which costs are measured, and of kernels whose speed changed
+VERSION = 5  # of the way in which costs are measured, and of kernels whose speed changed
 
 
 class Measured(NamedTuple):

@@ -1,7 +1,7 @@
 """Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
 
-They are attention over the blocks of the pool, writes into it, products with weights, and the ops of recurrent layers.
-XLA copies blocks as fast as memory allows.
+They are attention over the blocks of the pool, writes into it, products with weights, and the ops of recurrent layers
+and of sampling. XLA copies blocks as fast as memory allows.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.conv import causal_conv
     from pallas_kernels.cpu.delta import delta_rule
     from pallas_kernels.cpu.product import product, usual_target
+    from pallas_kernels.cpu.sampling import argmax_and_lse, gumbel, gumbel_argmax, ranks
     from pallas_kernels.cpu.writes import write_kv
     from pallas_kernels.cpu.zeros import zeros
 
@@ -48,6 +49,6 @@ def reads_bfloat16() -> bool:
 
 
 __all__ = [
-    "causal_conv", "copy_blocks", "delta_rule", "paged_decode_attention", "product", "ragged_paged_attention",
-    "reads_bfloat16", "unsupported", "write_kv", "zeros",
+    "argmax_and_lse", "causal_conv", "copy_blocks", "delta_rule", "gumbel", "gumbel_argmax", "paged_decode_attention",
+    "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "unsupported", "write_kv", "zeros",
 ]  # fmt: skip

@@ -96,6 +96,7 @@ class Value:
     __mod__ = _operator("srem", "frem")
     __rshift__ = _operator("lshr", "lshr")
     __lshift__, __and__, __or__ = _operator("shl", "shl"), _operator("and_", "and_"), _operator("or_", "or_")
+    __xor__ = _operator("xor", "xor")
 
     def compare(self, operator: str, other: Number) -> "Value":
         """Return the result of a signed or ordered comparison."""
@@ -153,6 +154,10 @@ class Code:
     def vector(self, numbers: Sequence[float]) -> Value:
         """Return a vector of float32 numbers."""
         return Value(self, ir.Constant(ir.VectorType(F32, len(numbers)), [float(number) for number in numbers]))
+
+    def counted(self, first: Value, lanes: int) -> Value:
+        """Return a vector of the int32 numbers from `first` on."""
+        return self.splat(first, lanes) + Value(self, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
 
     def look_up(self, table: Value, index: Value) -> Value:
         """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""

@@ -8,6 +8,11 @@ from llvmlite import ir
 
 from pallas_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value
 
+# Factors of P in `log`, the highest power first.
+LOG = (
+    -0.07362867891788483, 0.1262032687664032, -0.13202103972434998, 0.14227114617824554, -0.16621370613574982,
+    0.19999825954437256, -0.2500085234642029, 0.3333335518836975,
+)  # fmt: skip
 LOADED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 
@@ -128,6 +133,23 @@ def exp(code: Code, x: Value) -> Value:
         y = code.fma(y, r, code.value(1 / factorial, x.llvm.type))
     power = code.cast("bitcast", (code.cast("bitcast", shifted, I32) << 23) + 0x3F800000, F32)
     return code.select(x.compare("<", -87.0), code.value(0.0, x.llvm.type), y * power)
+
+
+def log(code: Code, x: Value) -> Value:
+    """Return the natural logarithm of a vector of normal positive float32, with an error of at most 1 ulp.
+
+    x is 2^n (1 + f) with 1 + f between the square roots of 1/2 and 2, and log(1 + f) is f - f^2 / 2 + f^3 P(f), P of
+    degree 7 fitted to it by least squares.
+    """
+    root = 0x3F3504F3  # the bits of the square root of 1/2
+    bits = _bits(code, x) + (0x3F800000 - root)
+    f = code.cast("bitcast", (bits & 0x7FFFFF) + root, F32) - 1.0
+    y = code.value(LOG[0], f.llvm.type)
+    for factor in (*LOG[1:], -0.5):
+        y = code.fma(y, f, code.value(factor, f.llvm.type))
+    n = code.cast("sitofp", (bits >> 23) - 127, F32)
+    low = code.fma(n, code.value(1.428606765330187e-06, f.llvm.type), f)
+    return code.fma(n, code.value(0.693145751953125, f.llvm.type), code.fma(y, f * f, low))
 
 
 def tanh(code: Code, x: Value) -> Value:

@@ -153,6 +153,15 @@ def test_every_implementation_of_recurrent_layers_is_timed(tmp_path):
 
 
 @pytest.mark.deep
+def test_sampling_is_timed_for_each_kind_of_request(tmp_path):
+    done = run("engine/sampling.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == len({row["kind"] for row in rows}) == 6
+    assert all(math.isclose(row["ratio"], row["kernels_us"] / row["definitions_us"]) for row in rows)
+
+
+@pytest.mark.deep
 def test_grouped_experts_are_computed_as_routed(tmp_path):
     done = run("engine/experts.py", "--tiny", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -10,9 +10,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import UnitOffsetNorm, set_products
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.variation import Experts
-from jpaged.runtime.reductions import row_argmax, row_logsumexp, row_max, row_sum
 from pallas_kernels import ROW_ORDER, Ops, load, reference, rows
 from pallas_kernels.ops import Implementation
+from pallas_kernels.reductions import row_argmax, row_logsumexp, row_max, row_sum
 from pallas_kernels.weights import Format, Weight, quantize
 
 SIZES = (1, 3, 17, 64)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jpaged.rl.reduced import by_xla
-from jpaged.runtime.reductions import row_logsumexp, row_sum
 from pallas_kernels import ROW_ORDER
+from pallas_kernels.reductions import row_logsumexp, row_sum
 
 X = np.random.default_rng(0).standard_normal((1536, 512)).astype(np.float32)
 

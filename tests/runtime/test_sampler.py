@@ -1,5 +1,6 @@
 """The sampler against float64 numpy written from the definitions: choices, draws and logprobs."""
 
+import functools
 import itertools
 import math
 import re
@@ -20,7 +21,6 @@ from jpaged.runtime.device_rows import SamplingState, empty_state, host_row
 from jpaged.runtime.sampler import (
     Sampled,
     SampleOptions,
-    _gumbel,
     _keep_likely,
     _process,
     _threshold_of_list,
@@ -31,15 +31,20 @@ from jpaged.runtime.sampler import (
     token_logprobs,
 )
 from jpaged.runtime.sampling_row import COLUMNS, FILTERS, Sampling
+from pallas_kernels import Ops, load
+from pallas_kernels.dispatch import REFERENCE
+
+OPS = Ops(load(REFERENCE))
 
 
-def count_and_sample(logits, state, sampling, num_top, processed=False):
+def count_and_sample(logits, state, sampling, num_top, processed=False, ops=OPS):
     state = count(state, sampling)
-    sampled = sample(logits, state, sampling, SampleOptions(num_top, processed))
+    sampled = sample(logits, state, sampling, SampleOptions(num_top, processed, ops=ops))
     return sampled, count_kept(state, sampling, sampled.tokens)
 
 
 SAMPLE = jax.jit(count_and_sample, static_argnums=(3, 4))
+COMPILED = jax.jit(functools.partial(count_and_sample, ops=Ops(load("pallas_kernels.cpu"))), static_argnums=(3, 4))
 KEEP = jax.jit(_keep_likely)
 PROCESS = jax.jit(_process)
 V = 77  # no multiple of 32
@@ -307,6 +312,14 @@ def test_rows_of_every_kind_beside_each_other_with_many_ties(rows, seed, num_top
     check(rows, logits_of(seed, 6, grid=True), exact=True, num_top=num_top)
 
 
+SIMPLE = st.builds(
+    Row,
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**20),
+    stateful=st.just(False),
+    num_top=st.sampled_from([0, 1]),
+)
 FILTERED = st.builds(
     Row,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
@@ -365,10 +378,30 @@ def test_a_draw_from_the_list_equals_one_from_the_whole_vocabulary():
 def test_noise_is_that_of_the_whole_vocabulary():
     row = Row(seed=3 << 32 | 7, position=5)
     some = np.int32([[1999, 0, 77, 1000]])
-    found = _gumbel(np.uint32([[3, 7]]), np.int32([5]), some)
+    found = OPS.gumbel(np.uint32([[3, 7]]), np.int32([5]), some)
     np.testing.assert_array_equal(found[0], noise(row, 2000)[some[0]])
     with jax.default_prng_impl("rbg"):  # of the program, not of the engine
-        np.testing.assert_array_equal(_gumbel(np.uint32([[3, 7]]), np.int32([5]), some), found)
+        np.testing.assert_array_equal(OPS.gumbel(np.uint32([[3, 7]]), np.int32([5]), some), found)
+
+
+@settings(max_examples=60)
+@given(st.lists(SIMPLE, min_size=6, max_size=6), st.integers(0, 2**32))
+def test_rows_that_are_drawn_from_all_tokens_with_short_lists(rows, seed):
+    check(rows, logits_of(seed, 6), exact=False, num_top=K)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(rows_of(ANYWHERE), min_size=6, max_size=6) | st.lists(SIMPLE, min_size=6, max_size=6),
+    st.integers(0, 2**32), st.booleans(),
+)  # fmt: skip
+def test_compiled_ops_choose_and_describe_what_the_definitions_do(rows, seed, processed):
+    logits, arguments = logits_of(seed, 6), pack(rows)
+    found, expected = (run(logits, *arguments, K, processed)[0] for run in (COMPILED, SAMPLE))
+    for name in ("tokens", "ranks", "top_tokens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=3e-6, err_msg=name)
 
 
 @settings(max_examples=60)
@@ -773,7 +806,7 @@ def test_token_logprobs(num_tokens, num_top):
     x, w = rng.normal(0, 1, (num_tokens, 16)).astype(np.float32), rng.normal(0, 1, (16, V)).astype(np.float32)
     targets = rng.integers(-1, V, num_tokens).astype(np.int32)
     targets[0], targets[3:5] = 3, -1
-    got = jax.jit(lambda x, targets: token_logprobs(lambda x: x @ w, x, targets, num_top))(x, targets)
+    got = jax.jit(lambda x, targets: token_logprobs(lambda x: x @ w, x, targets, num_top, OPS))(x, targets)
     got = jax.tree.map(np.asarray, got)
     assert got.tokens.tolist() == targets.tolist() and got.top_tokens.shape == (num_tokens, min(num_top, V))
     for i, target in enumerate(targets):
@@ -793,7 +826,7 @@ def test_token_logprobs_computes_a_tile_at_a_time_and_only_those_wanted():
 
     targets = np.full(44, -1, np.int32)
     targets[[9, 17, 39]] = 0, 1, 2  # the tiles of 8 from 8, 16 and 32; not the last, of 4 and padding
-    run = jax.jit(lambda x, targets: token_logprobs(logits_of, x, targets, 2, tile=8))
+    run = jax.jit(lambda x, targets: token_logprobs(logits_of, x, targets, 2, OPS, tile=8))
     x = np.ones((44, 4), np.float32)
     jax.block_until_ready(run(x, targets))
     jax.effects_barrier()

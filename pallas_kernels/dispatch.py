@@ -256,7 +256,8 @@ def _choose(
             break
     because = f"the device is a {device.kind}" + " (cpu)" * (device.platform == "cpu") if auto else "asked for"
     reasons = {group: "; ".join([because, *refused[group]]) for group in GROUPS}
-    head_dim = next((subjects[program].pool_head_dim for program in chosen.values()), model["head_dim"])
+    of_pools = [subjects[chosen[group]] for group in ("attention", "KV writes") if group in chosen]
+    head_dim = of_pools[0].pool_head_dim if of_pools else model["head_dim"]
     kernels = _kernels({group: subjects[program] for group, program in chosen.items()}, reasons, head_dim, tests)
     used = {choice.op: choice.implementation for choice in kernels.account}
     for group, names in GROUPS.items():

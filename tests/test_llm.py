@@ -309,8 +309,18 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("site", SITES)
+# Each site in one of both ways, by turns; `forward`, which is given the pool, in both.
+ONCE = {(site, bool(number % 2)) for number, site in enumerate(SITES)} | {("forward", True)}
+
+
+@pytest.mark.parametrize(
+    ("site", "after"),
+    [
+        pytest.param(site, after, id=f"{site}-{when}", marks=[] if (site, after) in ONCE else pytest.mark.deep)
+        for site in SITES
+        for after, when in enumerate(("before", "after"))
+    ],
+)
 def test_generate_step_raises_once_at_any_point_changes_no_output(llm, expected, site, after, monkeypatch):
     with monkeypatch.context() as patched:
         acted = inject(patched, *SITES[site](llm), fail, at={1}, after=after)
@@ -318,7 +328,7 @@ def test_generate_step_raises_once_at_any_point_changes_no_output(llm, expected,
     assert_usable(llm, expected)
 
 
-@pytest.mark.parametrize("site", ["forward", "choose"])
+@pytest.mark.parametrize("site", ["forward", pytest.param("choose", marks=pytest.mark.deep)])
 def test_generate_every_step_raises_next_call_works(llm, expected, site, monkeypatch):
     with monkeypatch.context() as patched:
         inject(patched, *SITES[site](llm), fail, at=range(10**6), after=False)

@@ -274,7 +274,15 @@ def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(parts, max_size=4).map(lambda parts: [token for part in parts for token in part])
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+def every_second(first: int) -> list:
+    """All tokenizers, of which every second one is in the usual tier."""
+    return [
+        pytest.param(name, marks=[] if number % 2 == first else pytest.mark.deep)
+        for number, name in enumerate(TOKENIZERS)
+    ]
+
+
+@pytest.mark.parametrize("name", every_second(0))
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_bytes_and_texts_of_tokens_join_to_their_text(name, data):
@@ -292,7 +300,7 @@ def test_bytes_and_texts_of_tokens_join_to_their_text(name, data):
     assert texts == [vocabulary.bytes(token).decode(errors="replace") for token in tokens]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", every_second(1))
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_streamed_text_is_that_of_all_tokens_whatever_came_before(name, data):

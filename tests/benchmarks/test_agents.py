@@ -103,6 +103,7 @@ def test_tenth_turn_comes_after_the_others():
     assert sum(session.num_prompt_tokens(0) for session in sessions[1:]) > 1.25 * 461_004
 
 
+@pytest.mark.deep  # tests/engine/test_tiers.py has the tiers of an engine
 def test_policies_find_an_evicted_prefix_on_a_cpu():
     args = parse(["--tiny"])
     with few_shapes():

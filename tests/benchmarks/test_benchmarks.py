@@ -333,6 +333,7 @@ def test_jax_peers_are_given_the_same_numbers(monkeypatch):
         peers.JaxCudnn().prepare(make_workload(SHAPE, [9, 5], q_lens=[9, 5], l2_bytes=1))
 
 
+@pytest.mark.deep
 def test_jaxs_own_paged_attention_is_given_the_same_numbers(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

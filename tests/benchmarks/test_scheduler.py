@@ -14,6 +14,11 @@ from tests.benchmarks.test_benchmarks import run
 STEPS = 16  # a sequence gets a block in one of them
 
 
+def every_second(first: int) -> list:
+    """All cases, of which every second one is in the usual tier."""
+    return [pytest.param(case, marks=[] if i % 2 == first else pytest.mark.deep) for i, case in enumerate(CASES)]
+
+
 def count_instructions(function) -> int:
     """Return the number of bytecode instructions that a call executes, without those of other threads."""
     monitoring, tool, count, thread = sys.monitoring, sys.monitoring.PROFILER_ID, 0, threading.get_ident()
@@ -46,13 +51,13 @@ def instructions(case: str, running: int, waiting: int) -> float:
     return count / STEPS
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(0))
 def test_waiting_requests_cost_nothing(case):
     few, many = (instructions(case, LIFETIME, waiting) for waiting in (20, 2000))
     assert many < 1.05 * few, f"{few:.0f} instructions, {many:.0f} with 2,000 waiting requests"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(1))
 def test_cost_is_linear_in_running_sequences(case):
     some, more = (instructions(case, factor * LIFETIME, 20) for factor in (1, 2))
     assert more < 2.05 * some, f"{some:.0f} instructions, {more:.0f} for twice the sequences"

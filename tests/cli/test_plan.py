@@ -123,11 +123,11 @@ def test_the_pages_command_reproduces_its_rows(capsys):
 
 def test_long_contexts_mixtures_and_fewer_bits(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    lengths = ["--workload", "random", "--input-len", "30000", "--output-len", "8", "--num-prompts", "4"]
+    lengths = ["--workload", "random", "--input-len", "9000", "--output-len", "8", "--num-prompts", "4"]
     model = ["--model", "llama-3.1-8b", "--quantization", "int4"]
-    main(["plan", *lengths, *model, "--gpu", "rtx-pro-6000", "--users", "2", "--out", str(path)])
+    main(["plan", *lengths, *model, "--gpu", "rtx-pro-6000", "--users", "1", "--out", str(path)])
     text = capsys.readouterr().out
-    assert "8.03e9 parameters, 6.0 GiB, weights of layers in 5 bits" in text and "30000 tokens in" in text
+    assert "8.03e9 parameters, 6.0 GiB, weights of layers in 5 bits" in text and "9000 tokens in" in text
     report = json.loads(path.read_text())["deployment"]
     assert (report["max_model_len"], report["weight_bits"]) == (131_072, 5)
     main([*SHORT, "--gpu", "b200", "--model", "qwen3-30b-a3b", "--users", "1", "--quantization", "fp8"])

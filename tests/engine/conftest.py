@@ -28,7 +28,7 @@ def drafting_config(directory: Path, **settings) -> EngineConfig:
 def characters(tmp_path_factory) -> Path:
     """The directory of a tiny model."""
     directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
+    checkpoints.write(directory, models.TINY | {"num_hidden_layers": 1}, generation={"eos_token_id": models.EOS})
     models.write_tokenizer(directory)
     return directory
 

@@ -37,7 +37,7 @@ def tree_of(form, seed: int, rank: int, size: float = 0.5) -> dict:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
+    checkpoints.write(directory, models.TINY | {"num_hidden_layers": 1}, generation={"eos_token_id": models.EOS})
     models.write_tokenizer(directory)
     return directory
 
@@ -128,6 +128,7 @@ class TestAnswers:
         assert cached[:3] == [0, 0, 0]
         assert cached[3] > 0
 
+    @pytest.mark.deep
     def test_drafts_change_no_bit(self, llm, directory):
         drafting = engine(
             directory, enable_lora=True, max_loras=2, max_lora_rank=8,
@@ -178,7 +179,7 @@ class TestLoading:
         llm.unload_adapter("x")
         assert len(core.runner.adapters._adapters) == len(NAMES)
 
-    @pytest.mark.parametrize("loads", [150, pytest.param(1000, marks=pytest.mark.deep)])
+    @pytest.mark.parametrize("loads", [50, pytest.param(1000, marks=pytest.mark.deep)])
     def test_many_loads_under_traffic(self, llm, loads):
         """Loads, evictions and unloads between steps; every request ends, and the invariants hold."""
         form, core, rng = llm.engine.runner.adapters.form, llm.engine, random.Random(0)

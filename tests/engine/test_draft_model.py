@@ -39,7 +39,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     assert not scheduler.requests and scheduler.pool.num_used == 0
 
 
-@pytest.mark.parametrize("options", [SWAP | {"depth": 2}, RECOMPUTE, *in_deep({}, {"depth": 2})], ids=str)
+@pytest.mark.parametrize("options", [SWAP | {"depth": 2}, *in_deep({}, {"depth": 2}, RECOMPUTE)], ids=str)
 def test_its_drafts_change_no_bit(engine, options):
     requests = mixed()
     expected, plain = run(engine, requests, drafts=False)

@@ -206,7 +206,7 @@ def in_deep(*options: dict) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [dict(depth=2), SWAP | {"depth": 2}, RECOMPUTE, *in_deep({}, SWAP, RECOMPUTE | {"depth": 2})],
+    [SWAP | {"depth": 2}, *in_deep({}, {"depth": 2}, SWAP, RECOMPUTE, RECOMPUTE | {"depth": 2})],
     ids=str,
 )
 def test_drafts_change_no_bit(engine, options):

@@ -16,7 +16,7 @@ from jpaged.engine.router import Router
 from jpaged.start.load import start_engine
 from jpaged.start.setup import on_further_devices, prepare
 from tests.serving import scripted
-from tests.serving.client import Client, do_nothing
+from tests.serving.client import MAX_LEN, Client, do_nothing
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
 
@@ -230,21 +230,21 @@ def texts(demo) -> list[str]:
     return [output.outputs[0].text for output in demo.generate(PROMPTS, params, use_tqdm=False)]
 
 
-async def test_two_engines_on_devices_of_their_own_equal_one(demo):
-    limits = demo.engine.limits  # so that executables of the first device are there
+async def test_two_engines_on_devices_of_their_own_equal_one(tiny, loaded):
     config = EngineConfig(
-        max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len, num_gpu_blocks_override=512,
-    )  # fmt: skip
+        model=str(tiny), max_num_seqs=16, max_num_batched_tokens=64, max_model_len=MAX_LEN, block_size=8
+    )
     setups = on_further_devices(prepare(config), 2)
     with few_shapes():
         engines = tuple(start_engine(each, progress=False) for each in setups)
     assert len({each.runner.placement.device for each in engines}) == 2
+    async with Client(*loaded) as client:
+        expected = await client.complete(PROMPTS, max_tokens=16)
     async with Client(engines, setups[0].tokenizer, model_name="demo") as client:
         body = await client.complete(PROMPTS, max_tokens=16)
         async with client.session.get("/metrics") as response:
             tokens = GENERATED.findall(await response.text())
-    assert [choice["text"] for choice in body["choices"]] == texts(demo)
+    assert [choice["text"] for choice in body["choices"]] == [choice["text"] for choice in expected["choices"]]
     assert len(tokens) == 2 and all(float(each) > 0 for each in tokens)
 
 

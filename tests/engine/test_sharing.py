@@ -164,7 +164,7 @@ def logprobs(sequences) -> list[float]:
 
 
 def test_each_request_gives_alone_what_it_gives_beside_64_others_and_after_preemptions(runner_of):
-    rng, runner = random.Random(5), runner_of("llama2", 0)
+    rng, runner = random.Random(5), runner_of("gqa-tied", 0)
     tokenizer = byte_tokenizer()
     words = [tokenizer.decode([a, b]) for a in range(40) for b in range(40)][:: rng.randint(3, 7)]
     words += [tokenizer.decode([a]) for a in range(20)]
@@ -188,7 +188,7 @@ def test_each_request_gives_alone_what_it_gives_beside_64_others_and_after_preem
 
 @pytest.mark.deep
 def test_logprobs_alone_and_beside_64_others_have_the_same_bits_in_the_usual_shapes(runner_of, monkeypatch):
-    rng, runner, tokenizer = random.Random(6), runner_of("llama2", 0), byte_tokenizer()
+    rng, runner, tokenizer = random.Random(6), runner_of("gqa-tied", 0), byte_tokenizer()
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=2)
     requests = [([rng.randrange(96) for _ in range(rng.randint(1, 20))], params) for _ in range(64)]
     monkeypatch.setattr(runner.shapes, "buckets", Buckets(LIMITS))
@@ -199,7 +199,7 @@ def test_logprobs_alone_and_beside_64_others_have_the_same_bits_in_the_usual_sha
 
 
 def test_choices_are_what_their_seeds_give_alone(runner_of):
-    engine = engine_on(runner_of("llama2", 0), "room")
+    engine = engine_on(runner_of("gqa-tied", 0), "room")
     params = {"max_tokens": 12, "temperature": 0.8, "frequency_penalty": 0.5}
     requests = [([7, 8, 9], SamplingParams(n=4, seed=2**64 - 2, **params))]
     requests += [([7, 8, 9], SamplingParams(seed=(2**64 - 2 + i) % 2**64, **params)) for i in range(4)]
@@ -209,10 +209,10 @@ def test_choices_are_what_their_seeds_give_alone(runner_of):
 
 
 def test_the_best_of_several_come_back_best_first(runner_of):
-    engine = engine_on(runner_of("llama2", 0), "room")
+    engine = engine_on(runner_of("gqa-tied", 0), "room")
     params = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "stop_token_ids": list(range(0, 96, 7))}
     best, every = run(
-        engine, [([5, 6], SamplingParams(n=2, best_of=6, **params)), ([5, 6], SamplingParams(n=6, **params))]
+        engine, [([40, 2], SamplingParams(n=2, best_of=6, **params)), ([40, 2], SamplingParams(n=6, **params))]
     )
     ranked = sorted(every, key=lambda s: -s.cumulative_logprob / s.num_output_tokens)
     assert outcome(best) == outcome(ranked[:2]) and len({s.num_output_tokens for s in every}) > 1

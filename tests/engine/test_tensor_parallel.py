@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,12 @@ POOLS = {"room": (ROOM, "recompute"), "swap": (30, "swap"), "recompute": (30, "r
 
 
 @functools.cache
-def demo_on(num_devices: int) -> tuple[ModelRunner, object]:
-    """The demo model, which has two KV heads, and its tokenizer."""
-    config = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=1.0, tensor_parallel_size=num_devices, block_size=8)
+def runner_on(directory: Path, num_devices: int) -> tuple[ModelRunner, object]:
+    """A runner of a model, and its tokenizer."""
+    config = EngineConfig(
+        model=str(directory), num_gpu_blocks_override=ROOM, swap_space=1.0, tensor_parallel_size=num_devices,
+        block_size=8,
+    )  # fmt: skip
     setup = prepare(config)
     model = load_checkpoint(setup, progress=False)
     with few_shapes():
@@ -88,7 +92,7 @@ def requests(engine: Engine) -> list[tuple[list[int], object, dict]]:
         (tokens("The little fox"), SamplingParams(seed=3, top_k=20, top_p=0.9, **drawn), {}),
         (tokens("Who are you?"), SamplingParams(seed=4, min_p=0.1, **drawn), {}),
         (tokens("One day, a girl"), SamplingParams(
-            n=3, seed=5, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={300: 2.0},
+            n=3, seed=5, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={200: 2.0},
             **drawn), {}),
         (tokens("A boy named Tim had a red ball"), SamplingParams(
             temperature=0, max_tokens=20, logprobs=3, prompt_logprobs=2), {}),
@@ -130,14 +134,14 @@ def assert_same(outputs, expected, atol: float = 1e-4) -> None:
         pytest.param(4, ["room", "recompute"], id="4, other pools", marks=pytest.mark.deep),
     ],
 )
-def test_the_tokens_are_those_of_one_device(num_devices, pools):
-    """In pools with room, with swaps and with recomputation. With four devices, each KV head is on two of them.
+def test_the_tokens_are_those_of_one_device(tiny, num_devices, pools):
+    """In pools with room, with swaps and with recomputation. With four devices, each of two KV heads is on two of them.
 
     Only swaps have executables of their own.
     """
-    runner, tokenizer = demo_on(num_devices)
+    runner, tokenizer = runner_on(tiny, num_devices)
     assert runner.placement.mesh.shape == {KV: 2, GROUP: num_devices // 2}
-    one_device, tokenizer = demo_on(1)
+    one_device, tokenizer = runner_on(tiny, 1)
     expected = run(engine_on(one_device, "room", tokenizer))
     for pool in pools:
         engine = engine_on(runner, pool, tokenizer)
@@ -300,8 +304,14 @@ def test_sampling_of_an_8b_model_on_h200s(topology):
 
 @pytest.fixture(scope="module")
 def on_a_mesh():
-    config = MODELS["4 KV heads"]
+    config = model_config(num_hidden_layers=1)
     return dummy_model(config, "float32", 0, placement_of(config, jax.devices()[:2]).of)
+
+
+@pytest.fixture(scope="module")
+def served(on_a_mesh):
+    with few_shapes():
+        return LLM(on_a_mesh, swap_space=0, **FEW)
 
 
 FEW = dict(block_size=8, num_gpu_blocks_override=20, max_num_seqs=2, max_num_batched_tokens=16, progress=False)
@@ -320,10 +330,8 @@ def test_a_module_is_sharded_as_the_engine_serves_it(on_a_mesh):
     assert pointers(shard(sharded, jax.devices()[:2])) == pointers(sharded)
 
 
-def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh):
-    with few_shapes():
-        llm = LLM(on_a_mesh, swap_space=0, **FEW)
-    runner = llm.engine.runner
+def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh, served):
+    llm, runner = served, served.engine.runner
     assert runner.placement.size == 2 and pointers(runner.params) == pointers(on_a_mesh)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     before = llm.generate([3, 4, 5], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -332,9 +340,10 @@ def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh):
         llm.update_params(other)
         after = llm.generate([3, 4, 5], params, use_tqdm=False)[0].outputs[0].token_ids
     assert compilations.count == 0 and pointers(runner.params) == pointers(other) and before != after
+    llm.update_params(on_a_mesh)
 
 
-def test_a_module_that_lies_otherwise_is_copied(on_a_mesh, caplog):
+def test_a_module_that_lies_otherwise_is_copied(on_a_mesh, served, caplog):
     with pytest.raises(
         ValueError, match=r"^tensor_parallel_size: must be at most the number of devices \(2\) on which"
     ):
@@ -343,10 +352,10 @@ def test_a_module_that_lies_otherwise_is_copied(on_a_mesh, caplog):
     graphdef, state = nnx.split(on_a_mesh)
     moved = nnx.merge(graphdef, jax.device_put(state, NamedSharding(mesh, P())))
     with caplog.at_level("INFO"), few_shapes():
-        llms = [LLM(model, swap_space=0, **FEW) for model in (moved, on_a_mesh)]
+        copied = LLM(moved, swap_space=0, **FEW)
     assert re.search(r"params: \d+ of \d+ arrays \(first: \S+\) are copied, [\d,]+ bytes", caplog.text)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    outputs = [llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0] for llm in llms]
+    outputs = [llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0] for llm in (copied, served)]
     assert outputs[0].token_ids == outputs[1].token_ids
 
 
@@ -374,17 +383,17 @@ def test_more_devices_than_there_are():
 
 
 def test_the_pool_and_the_host_memory_are_counted_per_device():
-    config = model_config(num_key_value_heads=2)
+    config = model_config(num_key_value_heads=2, num_hidden_layers=1)
     sizes = {}
     for num_devices in (1, 4):
         model = dummy_model(config, "float32", 0, placement_of(config, jax.devices()[:num_devices]).of)
         settings = EngineConfig(num_gpu_blocks_override=16, swap_space=2**-10)
         runner = runner_of(model, settings, LIMITS)
         sizes[num_devices] = runner.blocks.num_host_blocks, runner.blocks.pool[0].addressable_shards[0].data.nbytes
-    block_bytes = 2 * 2 * 2 * BLOCK * 16 * 4
-    assert sizes[1] == (2**20 // block_bytes, 16 * block_bytes // 4)
+    block_bytes = 2 * 2 * BLOCK * 16 * 4
+    assert sizes[1] == (2**20 // block_bytes, 16 * block_bytes // 2)
     # Half of the KV heads on each device, and each half on two of them.
-    assert sizes[4] == (2**20 // (2 * block_bytes), 8 * block_bytes // 4)
+    assert sizes[4] == (2**20 // (2 * block_bytes), 8 * block_bytes // 2)
     np.testing.assert_array_equal(runner.placement.mesh.devices.shape, (2, 2))
 
 

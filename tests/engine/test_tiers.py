@@ -9,6 +9,7 @@ import zmq
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.async_engine import AsyncEngine
+from tests.support.few_shapes import few_shapes
 
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(70)] for i in range(5)]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7, seed=1, logprobs=1)
@@ -16,7 +17,8 @@ SETTINGS = {"num_gpu_blocks_override": 12, "block_size": 16, "max_num_seqs": 2, 
 
 
 def start(tiny, folder, **settings) -> LLM:
-    llm = LLM(str(tiny), kv_cache_dir=folder and str(folder), **SETTINGS | {"swap_space": 0.001} | settings)
+    with few_shapes():
+        llm = LLM(str(tiny), kv_cache_dir=folder and str(folder), **SETTINGS | {"swap_space": 0.001} | settings)
     if tier := llm.engine.scheduler.memory.tier:
         tier.keeps_all = True  # a token of this model takes little more time than the move of its keys and values
     if folder:

@@ -6,34 +6,36 @@ import jax
 import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from jpaged.config import EngineConfig
+from jpaged.core.block_pool import BlockPool
 from jpaged.core.commands import UpdateParams
-from jpaged.start.load import load_engine
-from tests.support import checkpoints, models
-from tests.support.few_shapes import few_shapes
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine.engine import Engine
+from tests.serving.client import build
+from tests.support import models
 from tests.support.trees import nested
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = dict(
-    max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, num_gpu_blocks_override=24, block_size=8,
-    preemption_mode="swap", swap_space=0.01,
-)  # fmt: skip
+BLOCKS = 24
 LONG = dict(max_tokens=40, ignore_eos=True)
 PHRASE = "[a-z ]{40}"
 STORY = "once upon a time "
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+def engines(tiny):
     """Two engines of a model whose tokens are characters; the second one has only ever had the new parameters."""
-    directory = tmp_path_factory.mktemp("model")
-    checkpoints.write(directory, models.TINY, generation={"eos_token_id": models.EOS})
-    models.write_tokenizer(directory)
-    with few_shapes():
-        served, fresh = (load_engine(EngineConfig(model=str(directory), **SETTINGS), progress=False).engine
-                         for _ in range(2))  # fmt: skip
-    return served, fresh
+    return with_few_blocks(build(tiny).engine), with_few_blocks(build(tiny).engine)
+
+
+def with_few_blocks(whole):
+    """An engine on the runner of another one."""
+    limits = dataclasses.replace(whole.limits, max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler = Scheduler(
+        BlockPool(BLOCKS, limits.block_size), limits, vocab_size=whole.scheduler.vocab_size, eos_token_ids=[models.EOS],
+        host_pool=BlockPool(64, limits.block_size, enable_prefix_caching=False), preemption="swap",
+    )  # fmt: skip
+    return Engine(scheduler, whole.runner, whole.tokenizer, max_in_flight=2)
 
 
 @pytest.fixture

@@ -31,16 +31,17 @@ CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
 TOLERANCE = 1e-4
 
 
-# One of each module, with as many of its variations as one config can have. Steps of several shapes are the engine's
-# affair: few models compile more than one.
-SEVERAL_SHAPES = ("gemma3", "qwen3.5")
-ONE_SHAPE = (
+# One of each module, with as many of its variations as one config can have. Those of which attention or the pool has
+# something that others lack go through the paged path: windows with other ropes, states, soft caps, sinks, no rope.
+PAGED = ("gemma3", "qwen3.5")
+ONE_PREFILL = ("gemma2", "gpt-oss", "opt-350m")
+WHOLE = (
     "mistral-window", "qwen2-window", "qwen3-window", "phi3-long", "olmo2", "granite-biases", "smollm3-window",
     "mixtral-window", "qwen3-moe-dense",
     "olmo3", "ministral", "ministral3-window", "qwen2-moe-dense", "glm",
-    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared", "gpt-oss",
-    "qwen3.5-moe", "gemma2", "opt-350m",
+    "glm4", "glm4-moe-groups", "granite-moe", "granite-moe-shared", "qwen3.5-moe",
 )  # fmt: skip
+USUAL = PAGED + ONE_PREFILL + WHOLE
 TEXT_PARTS = {  # decoders of other architectures
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
@@ -81,7 +82,7 @@ def test_every_architecture_has_two_cases():
         counts[name] += 1
     del counts["LlamaForCausalLM"]  # test_logits.py
     assert min(counts.values()) >= 2, counts
-    usually = {CASES[name]["architectures"][0] for name in SEVERAL_SHAPES + ONE_SHAPE}
+    usually = {CASES[name]["architectures"][0] for name in USUAL}
     assert usually == counts.keys() - TEXT_PARTS
 
 
@@ -106,7 +107,7 @@ def generated(model, prompt: list[int], new_tokens: int, chunk: int) -> tuple[li
     return found, np.stack([runner.logits[i] for i in ROWS])
 
 
-@pytest.mark.parametrize("case", usual(*SEVERAL_SHAPES), indirect=True)
+@pytest.mark.parametrize("case", usual(*PAGED), indirect=True)
 def test_logits_and_greedy_tokens_equal_transformers(case):
     """With a prompt in chunks, and decode steps."""
     model, _, tokens, expected = case
@@ -116,7 +117,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case):
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("case", usual(*ONE_SHAPE), indirect=True)
+@pytest.mark.parametrize("case", usual(*ONE_PREFILL), indirect=True)
 def test_logits_of_one_prefill_equal_transformers(case):
     model, _, tokens, expected = case
     _, logits = generated(model, tokens[:-1], 1, LENGTH)
@@ -165,6 +166,14 @@ def whole_logits(model, tokens):
     return model.logits(x_td)[np.asarray(ROWS)]
 
 
+@pytest.mark.parametrize("case", usual(*WHOLE), indirect=True)
+def test_logits_without_a_cache_equal_transformers(case):
+    model, _, tokens, expected = case
+    graphdef, state = nnx.split(model)
+    logits = jax.jit(lambda state: whole_logits(nnx.merge(graphdef, state), tokens))(state)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.deep
 def test_planted_errors_are_noticed(case):
     """Otherwise the fixtures would prove nothing about windows, caps, factors, norms, experts and rotary embeddings."""
@@ -206,7 +215,7 @@ def test_logits_on_four_devices_equal_transformers(case, tmp_path):
     assert compiled.as_text().count(" all-reduce(") == layers * (2 + 2 * norms) + 1
 
 
-@pytest.mark.parametrize("case", usual(*SEVERAL_SHAPES, *ONE_SHAPE), indirect=True)
+@pytest.mark.parametrize("case", usual(*USUAL), indirect=True)
 def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
     model, tensors, _, _ = case
     save_safetensors(model, tmp_path)
@@ -216,7 +225,7 @@ def test_parameters_are_saved_as_they_were_loaded(case, tmp_path):
         np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("case", usual(*SEVERAL_SHAPES, *ONE_SHAPE), indirect=True)
+@pytest.mark.parametrize("case", usual(*USUAL), indirect=True)
 def test_every_parameter_names_its_axes(case):
     """Matrices of layers are divided among devices, except those of routers, recurrent layers and embeddings."""
     model, *_ = case

@@ -85,7 +85,7 @@ def test_dtypes(tmp_path, stored, dtype):
         assert array.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.deep), "bfloat16"])
 def test_shards_and_orbax_give_back_the_very_same_bits(tmp_path, dtype):
     model = dummy_model(CONFIG, dtype, seed=3)
     save_safetensors(model, tmp_path, max_shard_bytes=20_000)
@@ -401,7 +401,9 @@ def test_convert_there_and_back(directory, tmp_path):
         convert(str(tmp_path / "nowhere"), tmp_path / "new", "orbax")
 
 
-@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "stored", [np.float16, *(pytest.param(each, marks=pytest.mark.deep) for each in (np.float32, ml_dtypes.bfloat16))]
+)
 def test_conversion_keeps_the_stored_dtype_whatever_the_config_says(tmp_path, stored):
     directory = checkpoints.write(tmp_path / "model", HF | {"torch_dtype": "bfloat16"}, dtype=stored)
     convert(str(directory), tmp_path / "orbax", "orbax")

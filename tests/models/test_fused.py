@@ -54,10 +54,13 @@ def fused_copy(model, place=on_one_device):
     return copied
 
 
+compiled = nnx.jit(logits)
+
+
 def computed(model) -> np.ndarray:
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
-    return np.asarray(nnx.jit(logits)(model, jnp.asarray(TOKENS), positions, mask))
+    return np.asarray(compiled(model, jnp.asarray(TOKENS), positions, mask))
 
 
 def kinds(model) -> list[str]:
@@ -92,7 +95,7 @@ def test_experts_with_biases_are_fused():
 
 @pytest.mark.parametrize("quantization", [*(pytest.param(name, marks=deep) for name in ("int8", "fp8")), "int4"])
 def test_quantized_layers_are_fused_with_their_scales(quantization):
-    model = quantize(model_of("qwen2", intermediate_size=96), quantization)
+    model = quantize(model_of("qwen2", intermediate_size=96, num_hidden_layers=1), quantization)
     fused = fused_copy(model)
     layer = fused.layers[0].self_attn.qkv_proj
     assert layer.weight.shape[0] == layer.weight_scale.shape[0] == layer.bias.shape[0]
@@ -111,16 +114,17 @@ def test_quantized_experts_stay_separate(quantization):
 
 
 def test_layers_of_different_dtypes_stay_separate():
-    model = quantize(model_of("mistral"), "int8")
+    separate = model_of("mistral", num_hidden_layers=2)
+    model = quantize(separate, "int8")
     attention = model.layers[1].self_attn
-    attention.k_proj = model_of("mistral").layers[1].self_attn.k_proj
+    attention.k_proj = separate.layers[1].self_attn.k_proj
     fuse(model, on_one_device)
     assert not hasattr(attention, "qkv_proj") and hasattr(model.layers[0].self_attn, "qkv_proj")
 
 
 def test_layers_of_groups_of_different_sizes_stay_separate():
     """In files of GGUF, Q6_K has groups of 16 and Q8_0 has groups of 32, both of int8."""
-    model = model_of("mistral")
+    model = model_of("mistral", num_hidden_layers=1)
     forms = [Format("int8", "float16", None, group) for group in (16, 32)]
     weights = {path: forms["v_proj" in path] for path in quantizable(model) if "self_attn" in path}
     quantize_weights(model, weights)
@@ -218,13 +222,14 @@ def test_joints_have_the_names_of_a_checkpoints_leaves():
     assert joints_of(model) == {} and any(isinstance(each, ExpertMlps) for _, each in nnx.iter_modules(model))
 
 
-def test_models_are_fused_on_gpus_only(monkeypatch, demo):
+def test_models_are_fused_on_gpus_only(tiny, monkeypatch):
     """The CPU stands in for one here, so that a loaded model is fused and served."""
-    monkeypatch.setattr(load, "FUSING", ("cpu",))
     with few_shapes():
-        loaded = LLM("demo", **ENGINE | dict(max_model_len=128))
-    assert [bool(each.engine.runner.tree.joints) for each in (demo, loaded)] == [False, True]
-    assert generated(demo) == generated(loaded)
+        separate = LLM(str(tiny), **ENGINE)
+        monkeypatch.setattr(load, "FUSING", ("cpu",))
+        fused = LLM(str(tiny), **ENGINE)
+    assert [bool(each.engine.runner.tree.joints) for each in (separate, fused)] == [False, True]
+    assert generated(separate) == generated(fused)
 
 
 def test_the_start_tells_the_cost_of_experts_without_grouped_products(caplog, monkeypatch):

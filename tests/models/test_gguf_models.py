@@ -47,6 +47,11 @@ def write(directory, hf) -> dict[str, np.ndarray]:
     return {name: apart[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
 
 
+# In the usual tier: the first case of each architecture.
+NAMED = {hf["architectures"][0]: name for name, hf in reversed(CASES.items())}
+FIRST = [pytest.param(name, marks=[] if name in NAMED.values() else pytest.mark.deep) for name in CASES]
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     """A directory in Hugging Face's form, and a file in GGUF with the same model."""
@@ -67,6 +72,7 @@ def test_every_architecture_but_opt_is_written():
 CONVERTED = json.loads((Path(__file__).parents[1] / "fixtures" / "gguf.json").read_text())
 
 
+@pytest.mark.parametrize("case", FIRST, indirect=True)
 def test_tensors_are_those_of_llama_cpps_converter(case, request):
     """The test files equal the converter's files of the same models."""
     found = {
@@ -99,6 +105,7 @@ class Converted(GgufFile):
         return self.fields.get(name)
 
 
+@pytest.mark.parametrize("case", FIRST, indirect=True)
 def test_config_of_llama_cpps_converter_is_the_same(case, request):
     name, file = request.node.callspec.params["case"], open_gguf(case[1])
     if name in UNDESCRIBED:
@@ -108,6 +115,7 @@ def test_config_of_llama_cpps_converter_is_the_same(case, request):
     assert hf_of(Converted(file.path, short, file.tensors, file.data)) == read_gguf_config(case[1])
 
 
+@pytest.mark.parametrize("case", FIRST, indirect=True)
 def test_config_and_parameters_are_those_of_the_safetensors(case):
     directory, file = case
     expected, config = registry.read_config(directory), registry.read_config(file)
@@ -148,8 +156,8 @@ DENSE = WIDE | {"num_hidden_layers": 1}
 MIXTURE = architectures.CASES["mixtral"] | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
-# Kinds in the usual tier as stacked matrices: of floats, with rows of one and of both scales, and in smaller groups.
-STACKED = (Kind.BF16, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+# Kinds in the usual tier as stacked matrices: of floats, with both scales, and in smaller groups.
+STACKED = (Kind.BF16, Kind.Q4_K, Kind.Q6_K)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +286,17 @@ WIDE_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", WIDE_CASES)
+JOINED = dict(zip(WIDE_CASES, (Kind.Q8_0, Kind.Q4_1, Kind.Q4_K)))  # in the usual tier
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, id=f"{name}-{kind.name}", marks=[] if JOINED[name] == kind else pytest.mark.deep)
+        for name in WIDE_CASES
+        for kind in JOINED.values()
+    ],
+)
 def test_joined_and_reordered_weights_stay_as_they_are_stored(name, kind, tmp_path):
     """Gate and up in one tensor, columns of heads in another order: scales move with their groups."""
     hf = CASES[name] | WIDE_CASES[name]
@@ -359,7 +376,7 @@ def test_experts_in_tensors_of_their_own_are_read(tmp_path):
         np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=pytest.mark.deep), "int4"])
 def test_quantization_applies_to_dense_files_and_replaces_stored_forms(quantization, tmp_path):
     tensors = write(tmp_path / "hf", WIDE)
     for kind in (Kind.F32, Kind.Q4_0):

@@ -28,6 +28,8 @@ WAYS = [
     for name in checkpoints.CASES
     for way, chunk in CHUNKS.items()
 ]
+# Those that do not go through the paged path in the usual tier.
+WHOLE = [pytest.param(name, marks=pytest.mark.deep if (name, "chunks") in USUAL else []) for name in checkpoints.CASES]
 
 
 @pytest.fixture(scope="module", params=checkpoints.CASES)
@@ -50,6 +52,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, chunk):
     np.testing.assert_allclose(logits, expected[:-1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("case", WHOLE, indirect=True)
 def test_logits_without_a_cache_equal_transformers(case):
     """Without the scaling of positions they do not: the fixtures prove it past the original context, too."""
     model, tokens, expected = case

@@ -16,7 +16,7 @@ from jpaged.runtime.batch import Bucket
 from tests.runtime.test_runner import Compilations
 
 LLAMA = ModelConfig(
-    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, max_position_embeddings=128,
 )  # fmt: skip
 LARGEST, OTHERS = Bucket(64, 4, False), [Bucket(1, 1, True), Bucket(4, 4, True)]

@@ -127,7 +127,7 @@ def test_another_process_gives_the_same_results_for_the_same_plans(runner, tmp_p
     assert replayed == [pending.result() for pending in recorder.pending]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.deep), "swap"])
 def test_overlap_changes_no_token(runner, preemption):
     """Of any kind of request, all in one batch, with preemptions."""
     results, overlapping, counts = [], [], []

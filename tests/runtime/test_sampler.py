@@ -368,11 +368,11 @@ def test_the_threshold_of_a_list_is_that_of_the_vocabulary_if_the_list_has_all_t
 
 def test_a_draw_from_the_list_equals_one_from_the_whole_vocabulary():
     rows = [Row(temperature=1.0, top_k=50, top_p=0.9, seed=seed, stateful=False) for seed in range(200)]
-    logits = np.tile(logits_of(0, 1, vocab_size=400), (200, 1))
-    listed = SAMPLE(logits, *pack(rows, 400), 0)[0].tokens[:-1]
-    another = Row(temperature=1.0, stateful=False)
-    beside_another = SAMPLE(logits, *pack([*rows[:-1], another], 400), 0)[0].tokens[:-1]
-    assert listed.tolist() == beside_another.tolist() and len({*listed.tolist()}) > 5
+    logits, another = np.tile(logits_of(0, 1, vocab_size=400), (3, 1)), Row(temperature=1.0, stateful=False)
+    tokens_of = lambda *rows: SAMPLE(logits, *pack(rows, 400), 0)[0].tokens[:2].tolist()
+    pairs = [*itertools.batched(rows, 2)]
+    listed = [tokens_of(*pair, pair[0]) for pair in pairs]
+    assert listed == [tokens_of(*pair, another) for pair in pairs] and len({*itertools.chain(*listed)}) > 5
 
 
 def test_noise_is_that_of_the_whole_vocabulary():

@@ -5,6 +5,7 @@ import json
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import aiohttp
 import openai
@@ -28,6 +29,12 @@ from tests.support.patience import PATIENCE_S
 MAX_LEN = 256
 # Of all servers in this process, because each takes seconds to start.
 TEMPLATES, BODIES = TemplateProcess(), BodyProcess()
+
+
+@lru_cache(maxsize=4)
+def compiler_of(engine: Engine):
+    """The compiler of grammars of all servers of an engine, because each has a process, which takes long to start."""
+    return engine.grammar_compiler()
 
 
 def build(tiny, **config):
@@ -79,7 +86,7 @@ class Client:
             engines, tokenizer, model_name, ServerConfig(**config), sampling_defaults=sampling_defaults or {},
             tool_format=tool_format, templates=TEMPLATES,
         )  # fmt: skip
-        self.service.bodies = BODIES
+        self.service.bodies, self.service.grammars = BODIES, compiler_of(self.engine)
         self.app = make_app(self.service)
 
     async def __aenter__(self):

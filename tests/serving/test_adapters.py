@@ -4,12 +4,9 @@ from functools import partial
 
 import pytest
 
-from jpaged.config import EngineConfig
 from jpaged.start.adapter import adapter_command
-from jpaged.start.load import load_engine
 from tests.models.test_adapters import write_adapter
-from tests.serving.client import MAX_LEN, Api, Client, collect
-from tests.support.few_shapes import few_shapes
+from tests.serving.client import Api, Client, build, collect
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -18,9 +15,7 @@ KEY = {"Authorization": "Bearer sesame"}
 def adapter(tiny, tmp_path_factory):
     """A directory with an adapter of all query projections."""
     directory = tmp_path_factory.mktemp("adapter")
-    with few_shapes():
-        engine = load_engine(EngineConfig(model=str(tiny), max_model_len=MAX_LEN, block_size=8, enable_lora=True),
-                             progress=False)  # fmt: skip
+    engine = build(tiny, enable_lora=True)
     layers = engine.engine.runner.adapters.form.layers
     shapes = {f"model.{name}": shape for name, shape in layers.items() if name.endswith("q_proj")}
     write_adapter(directory, shapes, rank=4, alpha=64)

@@ -91,10 +91,11 @@ def test_generated_tokens_are_counted_from_responses():
     assert has_tokens(False, b'{"usage": {"completion_tokens": 1}}') and not has_tokens(False, b'{"usage": null}')
 
 
-def test_hostile_checkpoint_loads_or_is_an_error_that_names_the_file():
-    rows = fuzz_checkpoints.load_all(40, seed=3, progress=False)
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.deep)])
+def test_hostile_checkpoint_loads_or_is_an_error_that_names_the_file(count):
+    rows = fuzz_checkpoints.load_all(count, seed=3, progress=False)
     assert all(row["status"] == "ok" for row in rows), [row["told"] for row in rows]
-    assert sum(row["outcomes"]["ValueError"] for row in rows) > 13
+    assert sum(row["outcomes"]["ValueError"] for row in rows) > count / 3
 
 
 @pytest.mark.deep

@@ -114,7 +114,7 @@ async def test_disconnected_clients_leave_no_block_in_use(client):
 
 
 async def test_slow_reader_is_disconnected_after_the_request_timeout():
-    with ServerProcess("--request-timeout", "2", module=SCRIPTED) as server:
+    with ServerProcess("--request-timeout", "1", module=SCRIPTED) as server:
         before = (await state_of(server.url)).files
         # The response has some ten megabytes, more than the sockets' buffers hold.
         long = body(0, 400) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 
@@ -33,8 +34,23 @@ CASES = [
 ]
 
 
+def usual(*numbers):
+    """All cases, of which these are in the usual tier."""
+    return [
+        pytest.param(*case, id=case[0], marks=[] if number in numbers else pytest.mark.deep)
+        for number, case in enumerate(CASES)
+    ]
+
+
 def function(**fields):
     return {"type": "function", "function": {"name": "weather", "parameters": SCHEMA} | fields}
+
+
+@cache
+def loaded(marks, template):
+    engine, tokenizer = scripted.load(0.001, marks=marks, end="<|return|>")
+    tokenizer.chat_template += template
+    return engine, tokenizer
 
 
 class Server(Client):
@@ -47,10 +63,8 @@ class Server(Client):
         marks |= {"[ARGS]"} if tool_parser == "mistral" else set()
         marks |= {*options.pop("marks", ())}
         # The demo model's own end is a mark of harmony.
-        end = {"marks": sorted(marks | {"<|return|>"}), "end": "<|return|>"}
-        engine, tokenizer = scripted.load(0.001, **end)
-        if template := options.pop("template", None):
-            tokenizer.chat_template += template
+        marks, template = (*sorted(marks | {"<|return|>"}),), options.pop("template", "")
+        engine, tokenizer = loaded(marks, template)
         options = {"tool_format": FORMATS[tool_parser], "reasoning_parser": form_of_reasoning} | options
         super().__init__(engine, tokenizer, model_name="demo", **options)
 
@@ -73,7 +87,7 @@ def script(tool_parser, reasoning, between):
     return f"{reasoning}I look.{between}" + rendered(template, calls).removesuffix("<|call|>"), calls
 
 
-@pytest.mark.parametrize("tool_parser, reasoning_parser, reasoning, between", CASES, ids=lambda each: each[:12])
+@pytest.mark.parametrize("tool_parser, reasoning_parser, reasoning, between", usual(0, 1, 2))
 async def test_all_endpoints_have_the_same_parts(tool_parser, reasoning_parser, reasoning, between):
     text, calls = script(tool_parser, reasoning, between)
     async with Server(tool_parser, reasoning_parser) as client:
@@ -106,7 +120,7 @@ async def test_all_endpoints_have_the_same_parts(tool_parser, reasoning_parser, 
         assert [block.get("input") for block in again] == [None, None, *(arguments for _, arguments in calls)]
 
 
-@pytest.mark.parametrize("tool_parser, reasoning_parser, reasoning, between", CASES, ids=lambda each: each[:12])
+@pytest.mark.parametrize("tool_parser, reasoning_parser, reasoning, between", usual(2, 3, 4))
 async def test_constraints_begin_behind_the_reasoning(tool_parser, reasoning_parser, reasoning, between):
     # In the reasoning, text that begins a call must be free.
     thought = {"qwen3_coder": "<tool_call>{", "glm45": "<tool_call>{"}.get(tool_parser, "Well.")

@@ -305,6 +305,7 @@ def test_stop_ends_the_request_itself(browser, server):
         assert "was stopped after" in visit.text("#events li")[0]
 
 
+@pytest.mark.deep
 def test_eight_chats_fill_the_pool(browser, server):
     with Visit(browser, server.url) as visit:
         visit.live().page.click("#eight")
@@ -419,6 +420,7 @@ def test_map_of_a_small_request_shows_its_blocks_large(browser, server, num_bloc
         assert visit.page.locator("#map").bounding_box()["height"] < 400
 
 
+@pytest.mark.deep
 def test_map_of_a_full_pool_shows_all_blocks_in_use(browser, server):
     with Visit(browser, server.url) as visit:
         used = range(0, 100_000, 2)
@@ -426,6 +428,7 @@ def test_map_of_a_full_pool_shows_all_blocks_in_use(browser, server):
         assert visit.see(COLOURED) >= len(used) and visit.text("#folded") == [""]
 
 
+@pytest.mark.deep
 def test_view_changes_its_scale_in_few_steps(browser, server):
     """A load that grows only makes cells smaller, one that swings by a tenth changes nothing, and cells become larger
     again only some seconds after the load has gone."""
@@ -452,6 +455,7 @@ def test_view_changes_its_scale_in_few_steps(browser, server):
         assert after[10] == swinging[0] and after[-1] == 36 and len(set(after)) == 2
 
 
+@pytest.mark.deep
 def test_copy_within_a_row_is_drawn_as_an_arrow(browser, server):
     """Above or below the middle of the row, every column between the two blocks has a part of a line that is seen."""
     with Visit(browser, server.url) as visit:

@@ -352,6 +352,7 @@ def test_peers_say_why_they_are_not_there():
 # Tuning
 
 
+@pytest.mark.deep
 def test_the_fastest_right_configuration_wins(tmp_path):
     workload = make_workload(SHAPE, [40], l2_bytes=2**14)
     default, fast, wrong, broken = (tuning.MosaicDecode(tile=tile) for tile in (64, 32, 16, 8))

@@ -108,6 +108,7 @@ def test_bad_cells_cost_only_themselves(tmp_path, monkeypatch):
     wait_for_the_end_of(pids["child"])
 
 
+@pytest.mark.deep
 def test_results_are_whole_when_the_suite_is_killed(tmp_path):
     code = f"from {MODULE} import *; suite_of(Path({str(tmp_path)!r})).run([cell('works'), cell('hangs', alone=True)])"
     process = subprocess.Popen(

@@ -18,18 +18,11 @@ from tests.serving import scripted
 from tests.serving.client import Client
 
 RECORDED = json.loads(Path(__file__).with_name("requests.json").read_text())
-# In the usual tier: a request of each kind to each path, and one of each client.
-KINDS = {
-    (request["path"], request["name"]): name for name in reversed(RECORDED) for request in RECORDED[name]["requests"]
-}
 REQUESTS = [
-    pytest.param(
-        client["headers"], request, id=f"{name}: {request['name']}",
-        marks=[] if index == 0 or KINDS[request["path"], request["name"]] == name else pytest.mark.deep,
-    )
+    pytest.param(client["headers"], request, id=f"{name}: {request['name']}")
     for name, client in RECORDED.items()
-    for index, request in enumerate(client["requests"])
-]  # fmt: skip
+    for request in client["requests"]
+]
 
 
 @pytest.fixture(scope="module")

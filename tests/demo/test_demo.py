@@ -276,6 +276,7 @@ def test_packing_keeps_documents_apart():
     assert batch.positions_bt.tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 0, 0]]
 
 
+@pytest.mark.deep
 def test_a_packed_document_has_the_loss_that_it_has_alone():
     recipe = dataclasses.replace(TINY, vocab_size=20)
     model = Llama(ModelConfig.from_hf(recipe.hf_config()), dtype="float32", rngs=nnx.Rngs(0))
@@ -336,6 +337,7 @@ def test_the_directory_is_small_and_fits_the_kernels():
     assert config.eos_token_ids == (AutoTokenizer.from_pretrained(DIRECTORY).eos_token_id,)
 
 
+@pytest.mark.deep
 def test_the_model_expects_text_that_it_has_not_seen():
     plain = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
     model = load_safetensors(DIRECTORY, read_config(DIRECTORY), Form("float32"), progress=False)

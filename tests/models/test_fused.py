@@ -222,14 +222,17 @@ def test_joints_have_the_names_of_a_checkpoints_leaves():
     assert joints_of(model) == {} and any(isinstance(each, ExpertMlps) for _, each in nnx.iter_modules(model))
 
 
-def test_models_are_fused_on_gpus_only(tiny, monkeypatch):
+def test_models_are_fused_on_gpus_only(tiny, loaded, monkeypatch):
     """The CPU stands in for one here, so that a loaded model is fused and served."""
+    monkeypatch.setattr(load, "FUSING", ("cpu",))
     with few_shapes():
-        separate = LLM(str(tiny), **ENGINE)
-        monkeypatch.setattr(load, "FUSING", ("cpu",))
         fused = LLM(str(tiny), **ENGINE)
-    assert [bool(each.engine.runner.tree.joints) for each in (separate, fused)] == [False, True]
-    assert generated(separate) == generated(fused)
+    engine = loaded.engine
+    assert [bool(each.runner.tree.joints) for each in (engine, fused.engine)] == [False, True]
+    requests = [engine.add(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].output_token_ids for request in requests] == generated(fused)
 
 
 def test_the_start_tells_the_cost_of_experts_without_grouped_products(caplog, monkeypatch):

@@ -1,6 +1,8 @@
 """The offline API."""
 
+import functools
 import itertools
+import json
 import random
 import signal
 import threading
@@ -340,13 +342,16 @@ def test_generate_every_step_raises_next_call_works(llm, expected, site, monkeyp
 def test_generate_pool_holds_a_failed_computation_next_call_works(llm, expected, monkeypatch):
     """Some failures of a device appear only when results are read, which are not deleted but can't be used."""
     slow = jax.jit(lambda x: (x @ x)[0, 0])
-    broken = lambda like: lambda _: jax.pure_callback(lambda _: fail(), jax.ShapeDtypeStruct(like.shape, like.dtype), _)
-    forward = llm.engine.runner.step.forward
+    scalar, forward = jax.ShapeDtypeStruct((), jnp.float32), llm.engine.runner.step.forward
+
+    @functools.cache
+    def broken(shape, dtype):
+        call = lambda x: jax.pure_callback(lambda _: fail(), jax.ShapeDtypeStruct(shape, dtype), x)
+        return jax.jit(call).lower(scalar).compile()
 
     def failing(*args):
         results = forward(*args)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        compiled = jax.tree.map(lambda array: jax.jit(broken(array)).lower(scalar).compile(), results)
+        compiled = jax.tree.map(lambda array: broken(array.shape, array.dtype), results)
         pending = slow(jnp.ones((1500, 1500)))  # So the failure comes after the call that it belongs to has returned.
         return jax.tree.map(lambda function: function(pending), compiled)
 
@@ -495,10 +500,12 @@ def test_a_module_in_hand_is_not_loaded(random_module):
         LLM(random_module, load_format="dummy", progress=False)
 
 
-def test_dummy_weights_and_bfloat16(tiny):
+def test_dummy_weights_and_bfloat16(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(models.TINY | {"num_hidden_layers": 1}))
+    models.write_tokenizer(tmp_path)
     few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     with few_shapes():
-        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

@@ -228,6 +228,7 @@ def test_seconds_are_per_call():
     assert timed.output(1) == 2.0
 
 
+@pytest.mark.deep
 def test_a_wrong_output_is_caught_before_it_is_timed(tmp_path):
     workload = make_workload(SHAPE, [40, 7], l2_bytes=2**14)
 

@@ -38,10 +38,14 @@ def interrupted(command, words):
 @pytest.mark.parametrize(
     "command, words",
     [
-        (["-X", "importtime", "server.py", *SMALL], "aiohttp"),
-        (["-m", "jpaged.cli.main", "complete", "Once", *SMALL], "compiling or loading steps"),
+        pytest.param(["-X", "importtime", "server.py", *SMALL], "aiohttp", id="importing"),
+        pytest.param(
+            ["-m", "jpaged.cli.main", "complete", "Once", *SMALL],
+            "compiling or loading steps",
+            id="compiling",
+            marks=pytest.mark.deep,  # the test below has native code
+        ),
     ],
-    ids=["importing", "compiling"],
 )
 def test_sigint_before_a_command_is_ready_ends_it_quietly_with_status_130(command, words, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is compiled yet

@@ -244,6 +244,7 @@ class TestRollouts:
         worker.update(tree)
         rollouts = worker.generate(["abc", "quiz"], SamplingParams(n=2, max_tokens=8, seed=3, ignore_eos=True))
 
+        @jax.jit
         def logprobs(tree):
             given = jnp.asarray(rollouts.tokens), jnp.asarray(rollouts.is_output), worker.numerics
             found = token_logprobs(model, *given, adapter=tree, scale=0.5)

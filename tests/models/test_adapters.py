@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -51,19 +52,27 @@ def write_adapter(directory, modules, *, rank=RANK, alpha=ALPHA, dtype=np.float3
     return matrices
 
 
-def logits(model, adapting=None):
-    if adapting is not None:
-        adapting.attach(model)
+def logits(model):
     tokens = jnp.arange(TOKENS) * 7 % 96
-    return np.asarray(model.logits(model(tokens, jnp.arange(TOKENS), causal_attention(model, 1, TOKENS))))
+    return model.logits(model(tokens, jnp.arange(TOKENS), causal_attention(model, 1, TOKENS)))
 
 
-def adapting(form, adapters, slots):
-    """The adapters of a step's rows, of which row t has the adapter in slot `slots[t]`."""
-    filled = form.empty()
+def functions_of(model, form, adapters):
+    """Compiled functions of the state of a model: its logits, and those with the adapters of the rows' slots."""
+    graphdef, filled = nnx.graphdef(model), form.empty()
     for number, adapter in enumerate(adapters):
         filled = write_slot(filled, form.padded(adapter), number)
-    return Adapting(filled, form, jnp.asarray(slots), pallas_kernels.product, pallas_kernels.products)
+
+    def adapted(state, filled, slots):
+        model = nnx.merge(graphdef, state)
+        Adapting(filled, form, slots, pallas_kernels.product, pallas_kernels.products).attach(model)
+        return logits(model)
+
+    adapted = jax.jit(adapted)
+    whole = jax.jit(lambda state: logits(nnx.merge(graphdef, state)))
+    return (lambda state: np.asarray(whole(state))), (
+        lambda state, slot: np.asarray(adapted(state, filled, jnp.full(TOKENS, slot)))
+    )
 
 
 @pytest.mark.parametrize(("name", "grouped"), NAMES)
@@ -79,13 +88,14 @@ def test_it_equals_the_merged_checkpoint(name, grouped, tmp_path):
     adapter = read_adapter(tmp_path / "adapter", config, form)
     form.check(adapter)
     other = Adapter({layer: Pair(-a, b) for layer, (a, b) in adapter.pairs.items()}, adapter.scales)
-    base = logits(model)
-    found = logits(load(), adapting(form, [other, adapter], [1] * TOKENS))
-    np.testing.assert_array_equal(logits(load(), adapting(form, [other, adapter], [-1] * TOKENS)), base)
+    whole, adapted = functions_of(model, form, [other, adapter])
+    state = nnx.state(model)
+    base, found = whole(state), adapted(state, 1)
+    np.testing.assert_array_equal(adapted(state, -1), base)
     for module, (a, b) in matrices.items():
         tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + ALPHA / RANK * b @ a
     save_file(tensors, tmp_path / "model.safetensors")
-    merged = logits(load())
+    merged = whole(nnx.state(load()))
     assert np.abs(merged - base).max() > 100 * np.abs(found - merged).max()
     np.testing.assert_allclose(found, merged, atol=TOLERANCE.get(name, 1e-5), rtol=1e-5)
 

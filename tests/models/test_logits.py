@@ -22,7 +22,7 @@ from tests.support import checkpoints
 FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "llama.npz")
 
 CHUNKS = {"prefill": 128, "chunks": 16, "single rows": 1}
-USUAL = {("llama2", "chunks"), ("gqa-tied", "chunks"), ("llama3", "chunks")}
+USUAL = {("gqa-tied", "chunks"), ("llama3", "chunks")}
 WAYS = [
     pytest.param(name, chunk, id=f"{name}-{way}", marks=[] if (name, way) in USUAL else pytest.mark.deep)
     for name in checkpoints.CASES

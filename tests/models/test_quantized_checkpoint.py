@@ -43,7 +43,7 @@ FIXTURES = np.load(Path(__file__).parents[1] / "fixtures" / "quantized.npz")
 NAMES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8-tensor", "compressed-tensors": "packed-4"}
 
 
-# A case of each form in which weights are kept is divided and rounded again in the usual tier, the others in deep.
+# A case of each form in which weights are kept is divided in the usual tier, the others in deep.
 FORMS = {str(kept): name for name, (*_, kept) in quantized.CASES.items()}
 DIVIDED = [pytest.param(name, marks=[] if name in FORMS.values() else pytest.mark.deep) for name in quantized.CASES]
 
@@ -67,7 +67,15 @@ def dense_tensors(hf) -> dict[str, np.ndarray]:
     return {name: architectures.tensor(name, shape, hf) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("keeps_groups", [False, True])
+# In the usual tier: each case in one way, and one of each method in both.
+WAYS = [
+    pytest.param(name, keeps, marks=[] if keeps == bool(kept) or name in NAMES.values() else pytest.mark.deep)
+    for name, (*_, kept) in quantized.CASES.items()
+    for keeps in (False, True)
+]
+
+
+@pytest.mark.parametrize(("case", "keeps_groups"), WAYS, indirect=["case"])
 def test_weights_are_those_that_the_stored_numbers_stand_for(case, keeps_groups, caplog):
     """To the bit, kept or not: -scale * zero is exact in float32."""
     directory, expected, kept = case
@@ -405,7 +413,13 @@ def test_each_device_gets_its_part(case):
         np.testing.assert_array_equal(leaf, whole[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", DIVIDED, indirect=True)
+ROUNDED = [
+    pytest.param(name, marks=[] if name in ("gptq-8", "packed-8", "float-channel") else pytest.mark.deep)
+    for name in quantized.CASES
+]
+
+
+@pytest.mark.parametrize("case", ROUNDED, indirect=True)
 def test_quantization_rounds_other_numbers_again_and_keeps_its_own(case):
     directory, expected, kept = case
     for quantization, dtype in (("int8", "int8"), ("fp8", "float8_e4m3fn")):

@@ -427,6 +427,7 @@ def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
     assert runner.dispatch(StepPlan((Scheduled(0, 2, 1, 1), Scheduled(1, 2, 1, 1)))).result().prompt == {}
 
 
+@pytest.mark.deep  # tests/engine/test_update_params.py has it of an engine
 def test_other_parameters_are_served_from_the_next_step_on(runner):
     before, other = list(runner.params), dummy_model(LLAMA, "float32", seed=1)
     runner.check(UpdateParams(other))

@@ -778,6 +778,7 @@ def test_xla_makes_no_sort_of_the_vocabulary_of_a_selection(num_top):
     assert sorted_arrays(jax.jit(with_slices), logits) != []  # the fault that this looks for
 
 
+@pytest.mark.deep  # test_runner.py has the same of a step's executable
 def test_the_state_is_changed_in_place():
     state, sampling = empty_state(256, 1000), empty_sampling(2, 1000)
     compiled = (

@@ -203,7 +203,7 @@ def spellings(file) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("trusted", [pytest.param(False, marks=pytest.mark.deep), True])
 async def test_no_request_reads_a_file_by_its_name(loaded, tmp_path, trusted):
     """Put the name into every path with a variable, after every other path, and into every field with a text."""
     file = tmp_path / "sentinel.html"

@@ -87,7 +87,7 @@ def test_littles_law_holds_in_a_closed_loop(users):
 
 
 def test_measurements_are_deterministic():
-    traffic = Traffic(Workload(num_prompts=20).lengths())
+    traffic = Traffic(Workload("random", input_len=100, output_len=20, num_prompts=20).lengths())
     assert load_of_users(ROOFLINE, traffic, 3) == load_of_users(ROOFLINE, traffic, 3)
 
 

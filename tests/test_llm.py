@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import random
 import signal
 import threading
@@ -500,12 +499,10 @@ def test_a_module_in_hand_is_not_loaded(random_module):
         LLM(random_module, load_format="dummy", progress=False)
 
 
-def test_dummy_weights_and_bfloat16(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(models.TINY | {"num_hidden_layers": 1}))
-    models.write_tokenizer(tmp_path)
+def test_dummy_weights_and_bfloat16(tiny):
     few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     with few_shapes():
-        llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
+        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

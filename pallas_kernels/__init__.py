@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import (
     takes_weight,
 )
 from pallas_kernels.ops import Ops, load
-from pallas_kernels.options import CONTINUES, NO_STATE, Chains
+from pallas_kernels.options import CONTINUES, NO_STATE, Chains, Masks
 from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
 from pallas_kernels.weights import Weight
@@ -39,6 +39,7 @@ __all__ = [
     "ROW_ORDER",
     "Chains",
     "Kernels",
+    "Masks",
     "Ops",
     "SelfTest",
     "Weight",

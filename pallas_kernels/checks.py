@@ -17,6 +17,7 @@ from pallas_kernels.options import (
     AttentionOptions,
     Chains,
     Contexts,
+    Masks,
     Pools,
     ProductOptions,
     WriteOptions,
@@ -232,13 +233,19 @@ def check_causal_conv(
     _check_chains_arrays(chains)
 
 
-def check_logits(logits_sv: jax.Array, *, temperature_s: jax.Array | None = None) -> None:
-    """Raise ValueError for a wrong shape or dtype of logits, and of temperatures."""
+def check_logits(
+    logits_sv: jax.Array, *, temperature_s: jax.Array | None = None, masks: Masks | None = None
+) -> None:  # fmt: skip
+    """Raise ValueError for a wrong shape or dtype of logits, of temperatures and of masks."""
     if logits_sv.ndim != 2 or 0 in logits_sv.shape:
         raise ValueError(f"logits_sv has shape {list(logits_sv.shape)}, expected [S, V] with none of them 0")
     check_array("logits_sv", logits_sv, logits_sv.shape, jnp.float32)
     if temperature_s is not None:
         check_array("temperature_s", temperature_s, logits_sv.shape[:1], jnp.float32)
+    if masks is not None:
+        num_rows, vocab_size = logits_sv.shape
+        check_array("masks: allowed_bits_sw", masks.allowed_bits_sw, (num_rows, -(-vocab_size // 32)), jnp.uint32)
+        check_array("masks: masked_s", masks.masked_s, (num_rows,), jnp.bool_)
 
 
 def check_noise(seeds_s2: jax.Array, positions_s: jax.Array, num_rows: int) -> None:

@@ -55,7 +55,7 @@ GROUPS = {
     "block copies": ("copy_blocks",),
     "products": ("product",),
     "recurrent layers": ("delta_rule", "causal_conv"),
-    "sampling": ("argmax_and_lse", "gumbel_argmax", "gumbel", "ranks"),
+    "sampling": ("argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top"),
 }
 ATTENTION_COST = {"triton": "expect lower throughput", "reference": "expect much lower throughput"}
 

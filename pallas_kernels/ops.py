@@ -27,6 +27,7 @@ from pallas_kernels.options import (
     AttentionOptions,
     Chains,
     Contexts,
+    Masks,
     OutputAndLse,
     Pools,
     ProductOptions,
@@ -55,14 +56,15 @@ class Implementation(NamedTuple):
     least_rows: int = 1
     delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.delta_rule
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.causal_conv
-    argmax_and_lse: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = sampling.argmax_and_lse
+    argmax_and_lse: Callable[..., tuple[jax.Array, jax.Array]] = sampling.argmax_and_lse
     gumbel_argmax: Callable[..., jax.Array] = sampling.gumbel_argmax
     gumbel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sampling.gumbel
     ranks: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sampling.ranks
+    top: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]] = sampling.top
 
 
 # Ops that a module may lack. The definition in jnp stands in for them.
-OPTIONAL = ("product", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks")
+OPTIONAL = ("product", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top")
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -330,23 +332,25 @@ class Ops:
             checks.check_chains(chains, len(x_tc), len(states))
         return self.implementation.causal_conv(x_tc, weight_cw, bias_c, states, chains, activation)
 
-    def argmax_and_lse(self, logits_sv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def argmax_and_lse(self, logits_sv: jax.Array, masks: Masks | None = None) -> tuple[jax.Array, jax.Array]:
         """Return the best token of each row and the log of the sum of the exponentials of its logits.
 
         Args:
             logits_sv: [S, V] float32.
+            masks: the tokens that are allowed; the logits of others count as -inf. None: all.
 
         Returns:
             [S] int32, the first of equal tokens, any one in a row with NaN; and [S] float32: -inf for a row of -inf,
             not finite for a row with NaN or an infinite logit. A row has the same bits next to any other rows.
         """
-        (logits_sv,) = _arrays("argmax_and_lse", logits_sv)
-        checks.check_logits(logits_sv)
-        return self.implementation.argmax_and_lse(logits_sv)
+        logits_sv, masks = _arrays("argmax_and_lse", logits_sv, masks)
+        checks.check_logits(logits_sv, masks=masks)
+        return self.implementation.argmax_and_lse(logits_sv, masks)
 
     def gumbel_argmax(
-        self, logits_sv: jax.Array, temperature_s: jax.Array, seeds_s2: jax.Array, positions_s: jax.Array
-    ) -> jax.Array:
+        self, logits_sv: jax.Array, temperature_s: jax.Array, seeds_s2: jax.Array, positions_s: jax.Array,
+        masks: Masks | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Draw a token of each row from softmax(logits / temperature): the best one with the noise of `gumbel` added.
 
         Args:
@@ -354,12 +358,13 @@ class Ops:
             temperature_s: [S] float32; a row with 0 is not drawn: its result is 0.
             seeds_s2: [S, 2] uint32.
             positions_s: [S] int32.
+            masks: as `argmax_and_lse` has them.
 
         Returns:
             [S] int32, the first of equal tokens.
         """
-        arguments = _arrays("gumbel_argmax", logits_sv, temperature_s, seeds_s2, positions_s)
-        checks.check_logits(logits_sv, temperature_s=temperature_s)
+        arguments = _arrays("gumbel_argmax", logits_sv, temperature_s, seeds_s2, positions_s, masks)
+        checks.check_logits(logits_sv, temperature_s=temperature_s, masks=arguments[-1])
         checks.check_noise(seeds_s2, positions_s, len(logits_sv))
         return self.implementation.gumbel_argmax(*arguments)
 
@@ -394,6 +399,18 @@ class Ops:
         checks.check_array("tokens_s", tokens_s, logits_sv.shape[:1], jnp.int32)
         checks.check_array("wanted_s", wanted_s, logits_sv.shape[:1], jnp.bool_)
         return self.implementation.ranks(*arguments)
+
+    def top(self, x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """Return the k <= V best tokens of each row, [S, k] int32, best first and equal ones by id, and their numbers.
+
+        Args:
+            x_sv: [S, V] float32.
+        """
+        (x_sv,) = _arrays("top", x_sv)
+        checks.check_logits(x_sv)
+        if not 0 <= k <= x_sv.shape[1]:
+            raise ValueError(f"k is {k}, expected 0 to {x_sv.shape[1]}")
+        return self.implementation.top(x_sv, k)
 
     def _multiply(self, x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
         checks.check_product(x_ti, weights, options)

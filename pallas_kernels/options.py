@@ -18,6 +18,18 @@ OutputAndLse = tuple[jax.Array, jax.Array]  # and the log-sum-exp
 NO_STATE, CONTINUES = -1, -2  # of `Chains.reads_s`
 
 
+class Masks(NamedTuple):
+    """The tokens that rows of logits allow.
+
+    Attributes:
+        allowed_bits_sw: [S, ceil(V / 32)] uint32; bit t % 32 of word t // 32: token t is allowed.
+        masked_s: [S] bool; the other rows allow all tokens.
+    """
+
+    allowed_bits_sw: jax.Array
+    masked_s: jax.Array
+
+
 class Chains(NamedTuple):
     """Sequences of tokens and the pages of their states, for recurrent layers.
 

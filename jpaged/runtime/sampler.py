@@ -6,7 +6,6 @@ highest maxima.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -18,15 +17,14 @@ from jax import lax
 from jpaged.runtime.device_rows import SamplingState, count_tokens
 from jpaged.runtime.sampling_row import Sampling
 from jpaged.runtime.sampling_settings import Settings
-from pallas_kernels import Ops, load
+from pallas_kernels import Masks, Ops, load
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.reductions import row_argmax, row_logsumexp, row_max, row_sum
-from pallas_kernels.sampling import cooled
+from pallas_kernels.sampling import cooled, masked
 
 # Shorter lists are found in less time: 20 is the most logprobs, 72 the widest beam search with 8 ending tokens.
 SHORT_LISTS = (20, 72, 128)
 NUM_LIKELY = 72  # number of the likeliest tokens; the filters search among these first
-MIN_CHUNK = 16  # tokens; with fewer, one selection among all of them is faster than two
 
 
 class Sampled(NamedTuple):
@@ -104,9 +102,9 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
         logits_sv, best_s, lse_s = lax.optimization_barrier((logits_sv, best_s, lse_s))
     if options.settings is Settings.ANY:
         drawn_s = sampling.temperature > 0
-        is_simple_s = ~(sampling.masked | sampling.stateful | sampling.beam | sampling.filtered)
+        is_simple_s = ~(sampling.stateful | sampling.beam | sampling.filtered)
         is_simple_s &= sampling.num_top <= 1
-        is_any = jnp.any(drawn_s | (sampling.num_top > 0))
+        is_any = jnp.any(drawn_s | sampling.masked | (sampling.num_top > 0))
         choices = [
             lambda: (best_s, *_no_lists(len(best_s), k)),
             lambda: _choose_simple(logits_sv, best_s, lse_s, sampling, k, ops),
@@ -124,9 +122,12 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
 def _choose_simple(
     logits_sv: jax.Array, best_s: jax.Array, lse_s: jax.Array, sampling: Sampling, k: int, ops: Ops
 ) -> tuple[jax.Array, ...]:
-    """Return the results of `_choose` for rows that are drawn from the whole vocabulary, with lists of one token."""
-    tokens = _draw(logits_sv, best_s, sampling, ops, Settings.DRAWN)
-    listed_s = sampling.num_top > 0
+    """Return the results of `_choose` for rows without state, filters and beams, with lists of one token."""
+    masks, listed_s = _masks(sampling), sampling.num_top > 0
+    allowed_s = lax.cond(
+        jnp.any(sampling.masked), lambda: ops.argmax_and_lse(logits_sv, masks)[0], lambda: best_s
+    )  # fmt: skip
+    tokens = _draw_any(logits_sv, allowed_s, sampling, ops, masks)
     first_k = (jnp.arange(k) == 0) & listed_s[:, None]
     best_s1 = _at(logits_sv, best_s)[:, None] - lse_s[:, None]
     lists = jnp.where(first_k, best_s[:, None], -1), jnp.where(first_k, best_s1, -jnp.inf)
@@ -151,7 +152,7 @@ def _choose(
     def describe() -> tuple[jax.Array, ...]:
         values_sv = jnp.where(sampling.beam[:, None], x_sv, logits_sv)
         offset_s = jnp.where(sampling.beam, 0, lse_s)
-        return ops.ranks(logits_sv, tokens, listed_s), *_list(values_sv, offset_s, state, sampling, k)
+        return ops.ranks(logits_sv, tokens, listed_s), *_list(values_sv, offset_s, state, sampling, k, ops)
 
     return tokens, *lax.cond(jnp.any(listed_s), describe, lambda: _no_lists(len(tokens), k))
 
@@ -170,7 +171,7 @@ def _sample_processed(logits_sv: jax.Array, state: SamplingState, sampling: Samp
     offset_s = jnp.where(is_offset_s, ops.argmax_and_lse(z_sv)[1], 0)
     logprobs = jnp.where(jnp.isfinite(lse_s), _at(z_sv, tokens) - offset_s, jnp.nan)
     ranks = ops.ranks(z_sv, tokens, sampling.num_top > 0)
-    return Sampled(tokens, logprobs, ranks, *_list(z_sv, offset_s, state, sampling, k))
+    return Sampled(tokens, logprobs, ranks, *_list(z_sv, offset_s, state, sampling, k, ops))
 
 
 def token_logprobs(
@@ -200,7 +201,7 @@ def token_logprobs(
         tokens_t = jnp.where(wanted_t, targets_t, 0)
         logprobs = jnp.where(wanted_t, _logprobs(logits_tv, tokens_t, lse_t), 0)
         ranks = ops.ranks(logits_tv, tokens_t, wanted_t)
-        return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k))
+        return Sampled(targets_t, logprobs, ranks, *_list_top(logits_tv, lse_t, jnp.where(wanted_t, k, 0), k, ops))
 
     skip = lambda x_td, targets_t: Sampled(targets_t, jnp.zeros(tile, jnp.float32), *_no_lists(tile, k))
     x_ntd = jnp.pad(x_td, ((0, padding), (0, 0))).reshape(-1, tile, width)
@@ -221,15 +222,16 @@ def _logprobs(logits_sv: jax.Array, tokens_s: jax.Array, lse_s: jax.Array) -> ja
     return jnp.where(jnp.isfinite(lse_s), _at(logits_sv, tokens_s) - lse_s, jnp.nan)
 
 
+def _masks(sampling: Sampling) -> Masks:
+    return Masks(sampling.allowed_bits, sampling.masked)
+
+
 def _process(x_sv: jax.Array, state: SamplingState, sampling: Sampling) -> jax.Array:
     """Return logits, or beams' log-probabilities, with masks, bias and penalties."""
     num_rows, vocab_size = x_sv.shape
     stateful, repetition = sampling.stateful[:, None], sampling.repetition[:, None]
 
-    bits_sw32 = sampling.allowed_bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    allowed_sv = bits_sw32.reshape(num_rows, -1)[:, :vocab_size] == 1
-    x_sv = jnp.where(sampling.masked[:, None] & ~allowed_sv, -jnp.inf, x_sv)
-
+    x_sv = masked(x_sv, _masks(sampling))
     rows_s = jnp.where(sampling.stateful, sampling.rows, 0)
     at_sk = jnp.where(sampling.drafts < 0, vocab_size, sampling.drafts)  # past the end: dropped
     counts_sv = state.output_counts[rows_s].at[jnp.arange(num_rows)[:, None], at_sk].add(1, mode="drop")
@@ -250,19 +252,28 @@ def _draw(
 
     DRAWN: no row has filters; FILTERED: some row has filters; ANY: the device finds out.
     """
-    drawn_s = sampling.temperature > 0
-
-    def draw_any() -> jax.Array:
-        tokens_s = ops.gumbel_argmax(x_sv, sampling.temperature, sampling.seeds, sampling.positions)
-        return jnp.where(drawn_s, tokens_s, best_s)
 
     def draw_filtered() -> jax.Array:
+        drawn_s = sampling.temperature > 0
         return jnp.where(drawn_s, _draw_filtered(cooled(x_sv, sampling.temperature), sampling, ops), best_s)
 
+    draw_any = functools.partial(_draw_any, x_sv, best_s, sampling, ops)
     if settings is not Settings.ANY:
         return draw_any() if settings is Settings.DRAWN else draw_filtered()
-    level = jnp.where(jnp.any(sampling.filtered), 2, jnp.any(drawn_s).astype(jnp.int32))
-    return cast(jax.Array, lax.switch(level, [lambda: best_s, draw_any, draw_filtered]))
+    return cast(jax.Array, lax.cond(jnp.any(sampling.filtered), draw_filtered, draw_any))
+
+
+def _draw_any(
+    x_sv: jax.Array, best_s: jax.Array, sampling: Sampling, ops: Ops, masks: Masks | None = None
+) -> jax.Array:
+    """Return tokens [S] int32 drawn from softmax(x / temperature), or the best of rows without a temperature."""
+    drawn_s = sampling.temperature > 0
+
+    def draw() -> jax.Array:
+        tokens_s = ops.gumbel_argmax(x_sv, sampling.temperature, sampling.seeds, sampling.positions, masks)
+        return jnp.where(drawn_s, tokens_s, best_s)
+
+    return cast(jax.Array, lax.cond(jnp.any(drawn_s), draw, lambda: best_s))
 
 
 def _draw_filtered(x_sv: jax.Array, sampling: Sampling, ops: Ops) -> jax.Array:
@@ -271,7 +282,7 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling, ops: Ops) -> jax.Array:
     The filters usually keep fewer tokens than the list of the best has. Such a row is drawn from the list only. The
     whole vocabulary is searched and given noise only if another row needs it, which does not change this row's token.
     """
-    tokens_sk, x_sk, _, kept_sk, listed_s = _likely(x_sv, sampling)
+    tokens_sk, x_sk, _, kept_sk, listed_s = _likely(x_sv, sampling, ops)
     drawn_s = sampling.temperature > 0
     noise_sk = ops.gumbel(sampling.seeds, sampling.positions, tokens_sk)
     from_list_s = _at(tokens_sk, row_argmax(jnp.where(kept_sk, x_sk, -jnp.inf) + noise_sk))
@@ -289,20 +300,22 @@ def _draw_filtered(x_sv: jax.Array, sampling: Sampling, ops: Ops) -> jax.Array:
     return cast(jax.Array, lax.cond(jnp.any(drawn_s & ~listed_s), draw_others, lambda: from_list_s))
 
 
-def _likely(x_sv: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
+def _likely(x_sv: jax.Array, sampling: Sampling, ops: Ops) -> tuple[jax.Array, ...]:
     """Return a list of the likeliest tokens [S, K], and which of them the filters keep.
 
     The results are the tokens, their values, the least value that is kept [S, 1], whether each token of the list is
     kept, and whether no others are [S].
     """
     # XLA would turn this selection into a sort of the whole vocabulary, because slices follow it.
-    tokens_sk, x_sk = lax.optimization_barrier(_top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
-    threshold_s1 = _threshold_of_list(x_sv, x_sk, sampling)
+    tokens_sk, x_sk = lax.optimization_barrier(ops.top(x_sv, min(NUM_LIKELY, x_sv.shape[1])))
+    threshold_s1 = _threshold_of_list(x_sv, x_sk, sampling, ops)
     kept_sk = (x_sk >= threshold_s1) & (x_sk > -jnp.inf)
     return tokens_sk, x_sk, threshold_s1, kept_sk, ~kept_sk[:, -1] | (x_sk.shape == x_sv.shape)
 
 
-def kept_tokens(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, tokens_s: jax.Array) -> jax.Array:
+def kept_tokens(
+    logits_sv: jax.Array, state: SamplingState, sampling: Sampling, tokens_s: jax.Array, ops: Ops
+) -> jax.Array:
     """Return the tokens that samples were drawn from, [S, ceil(V / 8)] uint8: bit t % 8 of byte t // 8 for token t.
 
     A greedy sample has its token alone. Beams have no meaningful result.
@@ -311,14 +324,14 @@ def kept_tokens(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, 
         tokens_s: the samples, which `sample` returned for these arguments.
     """
     x_sv = cooled(_process(logits_sv, state, sampling), sampling.temperature)
-    _, _, threshold_s1, _, listed_s = _likely(x_sv, sampling)
+    _, _, threshold_s1, _, listed_s = _likely(x_sv, sampling, ops)
     others_sv = lax.cond(jnp.all(listed_s), lambda: x_sv, lambda: _keep_likely(x_sv, sampling))
     kept_sv = jnp.where(listed_s[:, None], x_sv >= threshold_s1, others_sv > -jnp.inf) & (x_sv > -jnp.inf)
     is_token_sv = jnp.arange(x_sv.shape[1]) == tokens_s[:, None]
     return jnp.packbits((kept_sv & (sampling.temperature > 0)[:, None]) | is_token_sv, axis=1, bitorder="little")
 
 
-def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> jax.Array:
+def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling, ops: Ops) -> jax.Array:
     """Return the least value [S, 1] of a token that min-p, then top-k, then top-p keep, as far as a list can tell.
 
     The list `x_sk` is the best of `x_sv`, best first. The value is too low only if it keeps the list's last token.
@@ -327,8 +340,8 @@ def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> 
     top_k_s = jnp.where(sampling.top_k < x_sv.shape[1], sampling.top_k, 0)
     at_k_s = jnp.where((top_k_s > 0) & (top_k_s <= size), _at(x_sk, jnp.clip(top_k_s, 1, size) - 1), -jnp.inf)
     least_s1 = jnp.maximum(best_s1 + jnp.log(sampling.min_p)[:, None], at_k_s[:, None])
-    total_s1 = row_sum(jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0))[:, None]
     weight_sk = jnp.where(x_sk >= least_s1, jnp.exp(x_sk - best_s1), 0)
+    total_s1 = _total(x_sv, best_s1, least_s1, x_sk[:, -1:] < least_s1, weight_sk, ops)
     # A token is in the nucleus if the tokens before it have less than top_p of the total weight.
     in_nucleus_sk = jnp.cumsum(weight_sk, -1) - weight_sk < top_p_s[:, None] * total_s1
     last_s = jnp.maximum(in_nucleus_sk.sum(-1, dtype=jnp.int32), 1) - 1
@@ -336,6 +349,26 @@ def _threshold_of_list(x_sv: jax.Array, x_sk: jax.Array, sampling: Sampling) -> 
     is_total_s = (top_k_s <= size) | (x_sk[:, -1] < least_s1[:, 0])
     nucleus_s = jnp.where((top_p_s < 1) & is_total_s, _at(x_sk, last_s), -jnp.inf)
     return jnp.maximum(least_s1, nucleus_s[:, None])
+
+
+def _total(
+    x_sv: jax.Array, best_s1: jax.Array, least_s1: jax.Array, has_all_s1: jax.Array, weight_sk: jax.Array, ops: Ops
+) -> jax.Array:
+    """Return the sum of exp(x - best) of the tokens of at least `least`, [S, 1].
+
+    Args:
+        has_all_s1: whether a list has all of these tokens.
+        weight_sk: their numbers exp(x - best) in the list.
+    """
+    _, lse_s = ops.argmax_and_lse(x_sv)
+    of_all_s1, of_list_s1 = jnp.exp(lse_s[:, None] - best_s1), row_sum(weight_sk)[:, None]
+    is_other_s1 = (least_s1 > -jnp.inf) & ~has_all_s1
+    of_others_s1 = lax.cond(
+        jnp.any(is_other_s1),
+        lambda: row_sum(jnp.where(x_sv >= least_s1, jnp.exp(x_sv - best_s1), 0))[:, None],
+        lambda: of_list_s1,
+    )
+    return jnp.where(least_s1 == -jnp.inf, of_all_s1, jnp.where(has_all_s1, of_list_s1, of_others_s1))
 
 
 def _keep_likely(x_sv: jax.Array, sampling: Sampling) -> jax.Array:
@@ -367,10 +400,10 @@ def _threshold(order_sv: jax.Array, weight_sv: jax.Array, target_s: jax.Array) -
 
 
 def _list(
-    values_sv: jax.Array, offset_s: jax.Array, state: SamplingState, sampling: Sampling, k: int
+    values_sv: jax.Array, offset_s: jax.Array, state: SamplingState, sampling: Sampling, k: int, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """Return the listed tokens of each row, as `_list_top` does: the best tokens, or the state's."""
-    tokens_sk, best_sk = _list_top(values_sv, offset_s, sampling.num_top, k)
+    tokens_sk, best_sk = _list_top(values_sv, offset_s, sampling.num_top, k, ops)
     named_sm = state.listed[sampling.rows, :k]
     values_sm = jnp.take_along_axis(values_sv, jnp.maximum(named_sm, 0), axis=1) - offset_s[:, None]
     named_sk, values_sk = (jnp.pad(x_sm, ((0, 0), (0, k - x_sm.shape[1]))) for x_sm in (named_sm, values_sm))
@@ -382,12 +415,14 @@ def _list(
     )
 
 
-def _list_top(values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _list_top(
+    values_sv: jax.Array, offset_s: jax.Array, num_top_s: jax.Array, k: int, ops: Ops
+) -> tuple[jax.Array, jax.Array]:
     """Return the `num_top` best tokens of each row and their values above `offset`, [S, k], padded with -1 and -inf."""
     sizes = [*(size for size in SHORT_LISTS if size < k), k]
 
     def padded(size: int) -> list[jax.Array]:
-        return [jnp.pad(y_sk, ((0, 0), (0, k - size))) for y_sk in _top(values_sv, size)]
+        return [jnp.pad(y_sk, ((0, 0), (0, k - size))) for y_sk in ops.top(values_sv, size)]
 
     level = jnp.searchsorted(np.asarray(sizes, np.int32), num_top_s.max())
     tokens_sk, best_sk = lax.switch(level, [functools.partial(padded, size) for size in sizes])
@@ -399,25 +434,3 @@ def _no_lists(num_rows: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ranks, top tokens and their logprobs of rows that want none."""
     tops = jnp.full((num_rows, k), -1, jnp.int32), jnp.full((num_rows, k), -jnp.inf, jnp.float32)
     return jnp.zeros(num_rows, jnp.int32), *tops
-
-
-def _top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k <= V best tokens of each row and their values, [S, k] each: best first, equal ones by id.
-
-    The best tokens lie in the k chunks with the highest maxima, the earlier of equal chunks first, because k tokens
-    come before every token of another chunk. Two selections among about sqrt(k V) numbers are therefore enough.
-    `lax.top_k` prefers the earlier of equal numbers, and orders 0 before -0.
-    """
-    num_rows, vocab_size = x_sv.shape
-    x_sv = jnp.where(x_sv == 0, 0, x_sv)
-    chunk = 2 ** max(0, round(math.log2(vocab_size / max(k, 1)) / 2))
-    if chunk < MIN_CHUNK:
-        best_sk, tokens_sk = lax.top_k(x_sv, k)
-        return tokens_sk, best_sk
-    padding = -vocab_size % chunk  # -inf with the highest ids: after every token
-    x_snc = jnp.pad(x_sv, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(num_rows, -1, chunk)
-    chunks_sn = jnp.sort(lax.top_k(x_snc.max(-1), k)[1])  # in the order of the ids again
-    values_snc = jnp.take_along_axis(x_snc, chunks_sn[:, :, None], axis=1)
-    ids_snc = chunks_sn[:, :, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
-    best_sk, places_sk = lax.top_k(values_snc.reshape(num_rows, -1), k)
-    return jnp.take_along_axis(ids_snc.reshape(num_rows, -1), places_sk, axis=1), best_sk

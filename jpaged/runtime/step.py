@@ -213,7 +213,7 @@ class Step:
         sampling = sampling_of(rows_sf, bits)
         state = count_kept(state, sampling, chosen[0], by=-1)
         logits_sv = whole_logits(self._logits(params, x_sd, sampling), self.placement)
-        return kept_tokens(logits_sv, state, sampling, chosen[0])
+        return kept_tokens(logits_sv, state, sampling, chosen[0], self.cache.kernels)
 
     def _logits(self, params: list[jax.Array], x_sd: jax.Array, sampling: Sampling) -> jax.Array:
         """Return the logits of samples; products skip samples of no row."""

@@ -57,6 +57,7 @@ def divide_kernels(kernels: Kernels, placement: Placement) -> Kernels:
         gumbel_argmax=whole.gumbel_argmax,
         gumbel=whole.gumbel,
         ranks=whole.ranks,
+        top=whole.top,
     )
     return replace(kernels, implementation=implementation)
 

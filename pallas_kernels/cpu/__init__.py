@@ -21,7 +21,7 @@ if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.conv import causal_conv
     from pallas_kernels.cpu.delta import delta_rule
     from pallas_kernels.cpu.product import product, usual_target
-    from pallas_kernels.cpu.sampling import argmax_and_lse, gumbel, gumbel_argmax, ranks
+    from pallas_kernels.cpu.sampling import argmax_and_lse, gumbel, gumbel_argmax, ranks, top
     from pallas_kernels.cpu.writes import write_kv
     from pallas_kernels.cpu.zeros import zeros
 
@@ -50,5 +50,5 @@ def reads_bfloat16() -> bool:
 
 __all__ = [
     "argmax_and_lse", "causal_conv", "copy_blocks", "delta_rule", "gumbel", "gumbel_argmax", "paged_decode_attention",
-    "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "unsupported", "write_kv", "zeros",
+    "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "top", "unsupported", "write_kv", "zeros",
 ]  # fmt: skip

@@ -57,6 +57,10 @@ class CallFrame:
         """Return the size of an argument's axis."""
         return self.code.load(field(self._buffer(FRAME_ARGUMENTS, index), BUFFER_DIMS, POINTER), axis, I64)
 
+    def result_size(self, index: Number, axis: int) -> Value:
+        """Return the size of a result's axis."""
+        return self.code.load(field(self._buffer(FRAME_RESULTS, index), BUFFER_DIMS, POINTER), axis, I64)
+
     def allocate(self, num_bytes: Value) -> Value:
         """Return the address of memory for the units of the call, which `scratch` returns in them."""
         memory = self.code.intrinsic("malloc", num_bytes, result=POINTER)

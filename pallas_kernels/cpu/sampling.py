@@ -1,6 +1,6 @@
-"""Reductions of rows of logits: the best token, the log-sum-exp, the best token with noise, and ranks.
+"""Reductions of rows of logits: the best tokens, the log-sum-exp, the best token with noise, and ranks.
 
-A unit is a part of a row, whose results the calling thread combines in the order of the parts.
+A unit is a row, or a part of one, whose results the calling thread combines in the order of the parts.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,20 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
+from pallas_kernels import sampling
 from pallas_kernels.cpu.code import F32, I8, I32, I64, Code, Machine, Value, Variable
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.noise import Key, fold_in
 from pallas_kernels.cpu.noise import gumbel as noise_of
 from pallas_kernels.cpu.numbers import exp
+from pallas_kernels.options import Masks
 
 VERSION = 1  # part of the targets' names: executables on disk must not call a function of other arguments
 PART = 8192  # logits of a unit: 32 KiB, which stay in a core's cache between its two passes
 COLUMNS = 64  # sums and maxima of a part, by the place in it: their order is that of any machine
 PER_NS, DRAWN_NS = 8, 1  # logits that one thread reduces in a nanosecond, and nanoseconds of a logit with noise, about
+MOST_LISTED = 128  # tokens of a list that is kept sorted; the time of an insertion grows with them
+I1 = ir.IntType(1)
 BEST, TOKEN, TOTAL, NUM_FOUND = range(4)  # of a part: its highest number, the token, the sum of the exponentials
 
 Numbers = Callable[[Value, int], Value]  # from a first token and a number of lanes to a vector
@@ -57,8 +61,8 @@ class _Best:
 class _RowsWriter:
     """Writer of the code of `argmax_and_lse` and `gumbel_argmax`."""
 
-    def __init__(self, call: CallFrame, *, draws: bool):
-        self.call, self.code, self.draws = call, call.code, draws
+    def __init__(self, call: CallFrame, *, draws: bool, masks: bool):
+        self.call, self.code, self.draws, self.masks = call, call.code, draws, masks
         self.num_rows, self.vocab_size = call.size(0, 0), call.size(0, 1)
         self.parts = (self.vocab_size + (PART - 1)) // PART
 
@@ -83,8 +87,8 @@ class _RowsWriter:
                 key = _row_key(self.call, row, 2)
                 self._write_best(unit, partial(self._drawn, row, temperature, key), first, stop)
         else:
-            best = self._write_best(unit, partial(self._logits, row), first, stop)
-            self._store(self._total(partial(self._logits, row), first, stop, best), unit, TOTAL)
+            best = self._write_best(unit, partial(self._allowed, row), first, stop)
+            self._store(self._total(partial(self._allowed, row), first, stop, best), unit, TOTAL)
 
     def finish(self) -> None:
         """Write the code that combines the parts of each row."""
@@ -126,13 +130,28 @@ class _RowsWriter:
     def _temperature(self, row: Value) -> Value:
         return self.code.load(self.call.argument(1), row, F32)
 
-    def _logits(self, row: Value, at: Value, lanes: int) -> Value:
-        return self.code.load_vector(self.call.argument(0), row * self.vocab_size + at, F32, lanes)
+    def _allowed(self, row: Value, at: Value, lanes: int) -> Value:
+        """Return logits, -inf where the mask of the row does not allow a token."""
+        code = self.code
+        x = code.load_vector(self.call.argument(0), row * self.vocab_size + at, F32, lanes)
+        if not self.masks:
+            return x
+        bits_argument = 4 if self.draws else 1
+        kind = ir.IntType(lanes)
+        row_bits = code.at(self.call.argument(bits_argument), row * self.call.size(bits_argument, 1), I32)
+        if lanes < 8:  # some bits of a byte
+            byte = code.load(row_bits, at // 8, I8)
+            bits = code.cast("trunc", byte >> code.cast("trunc", at % 8, I8), kind)
+        else:
+            bits = Value(code, code.builder.load(code.at(row_bits, at // 8, I8).llvm, align=1, typ=kind))
+        has_none = code.load(self.call.argument(bits_argument + 1), row, I8).compare("==", 0)
+        allowed = code.builder.bitcast((bits | code.cast("sext", has_none, kind)).llvm, ir.VectorType(I1, lanes))
+        return code.select(Value(code, allowed), x, code.vector([float("-inf")] * lanes))
 
     def _drawn(self, row: Value, temperature: Value, key: Key, at: Value, lanes: int) -> Value:
         """Return logits over the temperature, with noise."""
         tokens = self.code.counted(_int32(at), lanes)
-        return self._logits(row, at, lanes) / self.code.splat(temperature, lanes) + noise_of(self.code, key, tokens)
+        return self._allowed(row, at, lanes) / self.code.splat(temperature, lanes) + noise_of(self.code, key, tokens)
 
     def _write_best(self, unit: Value, numbers: Numbers, first: Value, stop: Value) -> Value:
         """Write the search for the highest number of a part; return it."""
@@ -205,31 +224,33 @@ def _row_key(call: CallFrame, row: Value, argument: int) -> Key:
     return fold_in(code, (seed[0], seed[1]), code.load(call.argument(argument + 1), row, I32))
 
 
-def _rows_target(op: str, *, draws: bool) -> str:
+def _rows_target(*, draws: bool, masks: bool) -> str:
+    writer = partial(_RowsWriter, draws=draws, masks=masks)
     return register(
-        f"jpaged_{op}_{VERSION}",
-        lambda call: _RowsWriter(call, draws=draws).num_units(),
-        lambda call, unit: _RowsWriter(call, draws=draws).write(unit),
-        nanoseconds=lambda call: _RowsWriter(call, draws=draws).nanoseconds(),
-        finish=lambda call: _RowsWriter(call, draws=draws).finish(),
+        f"jpaged_{'gumbel_' * draws}argmax{'_masked' * masks}_{VERSION}",
+        lambda call: writer(call).num_units(),
+        lambda call, unit: writer(call).write(unit),
+        nanoseconds=lambda call: writer(call).nanoseconds(),
+        finish=lambda call: writer(call).finish(),
     )
 
 
-def argmax_and_lse(logits_sv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def argmax_and_lse(logits_sv: jax.Array, masks: Masks | None = None) -> tuple[jax.Array, jax.Array]:
     """Implement `Ops.argmax_and_lse`."""
     kinds = [jax.ShapeDtypeStruct((len(logits_sv),), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
-    run = jax.ffi.ffi_call(_rows_target("argmax", draws=False), kinds, vmap_method="sequential")
-    tokens_s, best_s, total_s = run(logits_sv)
+    run = jax.ffi.ffi_call(_rows_target(draws=False, masks=masks is not None), kinds, vmap_method="sequential")
+    tokens_s, best_s, total_s = run(logits_sv, *(masks or ()))
     return tokens_s, jnp.where(jnp.isfinite(best_s), best_s, 0) + jnp.log(total_s)
 
 
 def gumbel_argmax(
-    logits_sv: jax.Array, temperature_s: jax.Array, seeds_s2: jax.Array, positions_s: jax.Array
-) -> jax.Array:
+    logits_sv: jax.Array, temperature_s: jax.Array, seeds_s2: jax.Array, positions_s: jax.Array,
+    masks: Masks | None = None,
+) -> jax.Array:  # fmt: skip
     """Implement `Ops.gumbel_argmax`."""
     kind = jax.ShapeDtypeStruct((len(logits_sv),), jnp.int32)
-    run = jax.ffi.ffi_call(_rows_target("gumbel_argmax", draws=True), kind, vmap_method="sequential")
-    tokens_s: jax.Array = run(logits_sv, temperature_s, seeds_s2, positions_s)
+    run = jax.ffi.ffi_call(_rows_target(draws=True, masks=masks is not None), kind, vmap_method="sequential")
+    tokens_s: jax.Array = run(logits_sv, temperature_s, seeds_s2, positions_s, *(masks or ()))
     return tokens_s
 
 
@@ -281,6 +302,58 @@ def ranks(logits_sv: jax.Array, tokens_s: jax.Array, wanted_s: jax.Array) -> jax
     kind = jax.ShapeDtypeStruct(tokens_s.shape, jnp.int32)
     ranks_s: jax.Array = jax.ffi.ffi_call(target, kind, vmap_method="sequential")(logits_sv, tokens_s, wanted_s)
     return ranks_s
+
+
+def top(x_sv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Implement `Ops.top`: each number above the last one of a sorted list is inserted into it."""
+    if not 0 < k <= MOST_LISTED:
+        return sampling.top(x_sv, k)
+
+    def write(call: CallFrame, row: Value) -> None:
+        code, lanes, size, width = call.code, Machine.host().lanes, call.size(0, 1), call.result_size(0, 1)
+        x = code.at(call.argument(0), row * size, F32)
+        tokens, best = (code.at(call.result(i), row * width, kind) for i, kind in ((0, I32), (1, F32)))
+        last = width - 1
+
+        def insert(token: Value, place: Value) -> None:
+            """Insert a token whose number is above the one in a place, or for which the place is empty."""
+            number, at = code.load(x, token, F32), Variable(place)
+
+            def is_above() -> Value:
+                before = code.maximum(at.get() - 1, place * 0)
+                return code.both(at.get().compare(">", 0), number.compare(">", code.load(best, before, F32)))
+
+            with code.as_long_as(is_above):
+                code.store(code.load(best, at.get() - 1, F32), best, at.get())
+                code.store(code.load(tokens, at.get() - 1, I32), tokens, at.get())
+                at.set(at.get() - 1)
+            code.store(number, best, at.get())
+            code.store(_int32(token), tokens, at.get())
+
+        def insert_if_above(token: Value) -> None:
+            with code.when(code.load(x, token, F32).compare(">", code.load(best, last, F32))):
+                insert(token, last)
+
+        with code.loop(0, width) as token:
+            insert(token, token)
+        whole = size - (size - width) % lanes
+        with code.loop(width, whole, lanes) as at:
+            above = code.load_vector(x, at, F32, lanes).compare(">", code.splat(code.load(best, last, F32), lanes))
+            bits = Value(code, code.builder.bitcast(above.llvm, ir.IntType(lanes)))
+            with code.when(bits.compare("!=", 0)), code.loop(at, at + lanes) as token:
+                insert_if_above(token)
+        with code.loop(whole, size) as token:
+            insert_if_above(token)
+
+    target = register(
+        f"jpaged_top_{VERSION}",
+        lambda call: call.size(0, 0),
+        write,
+        nanoseconds=lambda call: call.size(0, 0) * call.size(0, 1) // PER_NS,
+    )
+    kinds = [jax.ShapeDtypeStruct((len(x_sv), k), dtype) for dtype in (jnp.int32, jnp.float32)]
+    tokens_sk, best_sk = jax.ffi.ffi_call(target, kinds, vmap_method="sequential")(x_sv)
+    return tokens_sk, best_sk
 
 
 def _vectors(row: Value, width: Value) -> list[tuple[Value, Value, int]]:

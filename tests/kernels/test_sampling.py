@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Ops, load
+from pallas_kernels import Masks, Ops, load
 from pallas_kernels.cpu import code, noise, sampling
 
-NAMES = ("argmax_and_lse", "gumbel_argmax", "gumbel", "ranks")
+STATIC = {"argmax_and_lse": None, "gumbel_argmax": None, "gumbel": None, "ranks": None, "top": 1}  # arguments of ops
 OPS = {name: Ops(load(f"pallas_kernels.{name}")) for name in ("reference", "cpu")}
-JITTED = {name: SimpleNamespace(**{op: jax.jit(getattr(ops, op)) for op in NAMES}) for name, ops in OPS.items()}
+JITTED = {
+    name: SimpleNamespace(**{op: jax.jit(getattr(ops, op), static_argnums=at) for op, at in STATIC.items()})
+    for name, ops in OPS.items()
+}
 # Widths around the columns and the parts of the CPU's code.
 WIDTHS = [("cpu", width) for width in (1, 63, 64, 65, 8191, 8192, 8193, 20_000)] + [("reference", 8193)]
 VERSIONS = itertools.count(10**6)  # of targets
@@ -134,6 +137,59 @@ def test_a_row_that_allows_no_token_gets_token_0(ops):
     assert ops.gumbel_argmax(np.full((1, 300), -INF, np.float32), np.ones(1, np.float32), *keys_of(1)).tolist() == [0]
 
 
+@pytest.mark.parametrize("name, vocab_size", WIDTHS)
+def test_masks_allow_tokens(name, vocab_size):
+    """Rows without a mask ignore its bits; a row that allows nothing gets token 0."""
+    ops, rng = JITTED[name], np.random.default_rng(vocab_size)
+    logits, masked = logits_of(5, vocab_size), np.array([1, 1, 0, 1, 1], bool)
+    words = rng.integers(0, 2**32, (5, -(-vocab_size // 32)), np.uint32)
+    words &= rng.integers(0, 2**32, words.shape, np.uint32) & rng.integers(0, 2**32, words.shape, np.uint32)
+    words[3] = 0
+    words[4] = 1 << 31
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
+    kept = np.where(masked[:, None] & ~allowed, np.float32(-INF), logits)
+    masks = Masks(words, masked)
+    tokens, lse = ops.argmax_and_lse(logits, masks)
+    expected = ops.argmax_and_lse(kept)
+    np.testing.assert_array_equal(tokens, kept.argmax(-1))
+    np.testing.assert_array_equal(lse, expected[1])
+    temperature, keys = np.float32([0.5, 1, 1.5, 1, 0]), keys_of(5)
+    found = ops.gumbel_argmax(logits, temperature, *keys, masks)
+    np.testing.assert_array_equal(found, ops.gumbel_argmax(kept, temperature, *keys))
+
+
+@pytest.mark.parametrize("k", [0, 1, 20, 72, 128, 129])
+def test_the_best_tokens_in_order(ops, k):
+    logits = np.round(logits_of(7, 3000))  # with equal ones
+    logits[1, ::2] = -INF
+    logits[2] = -INF
+    logits[3] = np.sort(logits[3])  # each is better than all before
+    logits[4] = np.sort(logits[4])[::-1]
+    logits[5, 2000] = INF
+    tokens, best = (np.asarray(each) for each in ops.top(logits, k))
+    expected = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(best, np.take_along_axis(logits, expected, 1))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 17, 100])
+def test_a_list_may_be_as_long_as_the_vocabulary(ops, vocab_size):
+    logits = logits_of(2, vocab_size)
+    assert ops.top(logits, vocab_size)[0].tolist() == np.argsort(-logits, axis=-1, kind="stable").tolist()
+
+
+def test_wrong_arguments_are_refused_by_name():
+    ops, logits, keys = OPS["cpu"], logits_of(2, 40), keys_of(2)
+    with pytest.raises(ValueError, match=r"k is 41, expected 0 to 40"):
+        ops.top(logits, 41)
+    with pytest.raises(ValueError, match=r"masks: allowed_bits_sw is uint32\[2, 1\], expected uint32\[2, 2\]"):
+        ops.argmax_and_lse(logits, Masks(np.zeros((2, 1), np.uint32), np.ones(2, bool)))
+    with pytest.raises(ValueError, match=r"logits_sv is bfloat16"):
+        ops.argmax_and_lse(jnp.asarray(logits, jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"positions_s is int32\[1\], expected int32\[2\]"):
+        ops.gumbel_argmax(logits, np.ones(2, np.float32), keys[0], keys[1][:1])
+
+
 @pytest.mark.parametrize("vocab_size", [1, 65, 20_000])
 def test_ranks(ops, vocab_size):
     logits = np.round(logits_of(6, vocab_size))  # with equal ones
@@ -146,7 +202,9 @@ def test_ranks(ops, vocab_size):
 def results_of(ops, logits: np.ndarray, keys: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     best, lse = ops.argmax_and_lse(logits)
     drawn = ops.gumbel_argmax(logits, np.full(len(logits), 0.8, np.float32), *keys)
-    return [np.asarray(each) for each in (best, lse, drawn, ops.gumbel(*keys, np.asarray(best)[:, None]))]
+    masks = Masks(np.full((len(logits), -(-logits.shape[1] // 32)), 0x9E3779B9, np.uint32), np.ones(len(logits), bool))
+    allowed, noise = ops.argmax_and_lse(logits, masks)[0], ops.gumbel(*keys, np.asarray(best)[:, None])
+    return [np.asarray(each) for each in (best, lse, drawn, allowed, noise, *ops.top(logits, 5))]
 
 
 def test_a_row_has_the_same_bits_alone_and_beside_others(ops):
@@ -169,7 +227,7 @@ def test_vectors_of_other_machines_give_the_same_bits(lanes, anew, monkeypatch):
         np.testing.assert_array_equal(found, each)
 
 
-FOUND = sampling._RowsWriter._found
+FOUND, ALLOWED = sampling._RowsWriter._found, sampling._RowsWriter._allowed
 
 
 def take_later(code, best, token, other, other_token):
@@ -187,6 +245,10 @@ FAULTS = {
     "of equal tokens the last one": (sampling, "_take_better", take_later),
     "exponentials above 0": (sampling, "_base", lambda code, best: best * 0.0),
     "an infinite logit is a finite one": (sampling, "_base", lambda code, best: best),
+    "bits of the row above": (
+        sampling._RowsWriter, "_allowed", lambda self, row, at, lanes: ALLOWED(self, row, at, lanes)
+        if not self.masks else ALLOWED(self, row - row.code.minimum(row, row * 0 + 1), at, lanes),
+    ),
     "a wrong distance": (noise, "ROTATIONS", ((13, 15, 26, 7), (17, 29, 16, 24))),
     "another parity": (noise, "PARITY", 0x1BD11BDB),
     "noise of the neighbouring token": (
@@ -204,3 +266,5 @@ def test_planted_faults_are_found(fault, anew, monkeypatch):
         test_the_first_of_equal_tokens_is_the_best(anew, (8191, 19_999))
         test_rows_with_infinite_logits_and_with_nan(anew, 20_000)
         test_noise_is_that_of_the_seed_the_position_and_the_token(anew, 72)
+        monkeypatch.setitem(JITTED, "cpu", anew)
+        test_masks_allow_tokens("cpu", 65)

@@ -24,7 +24,6 @@ from jpaged.runtime.sampler import (
     _keep_likely,
     _process,
     _threshold_of_list,
-    _top,
     count,
     count_kept,
     sample,
@@ -319,6 +318,7 @@ SIMPLE = st.builds(
     position=st.integers(0, 2**20),
     stateful=st.just(False),
     num_top=st.sampled_from([0, 1]),
+    allowed=st.none() | TOKENS.map(frozenset),
 )
 FILTERED = st.builds(
     Row,
@@ -353,7 +353,7 @@ def test_the_threshold_of_a_list_is_that_of_the_vocabulary_if_the_list_has_all_t
     for values in (*with_ties, one_less_than_the_list, almost_certain):
         x = np.tile(np.float32(values), (len(kinds), 1))
         best = -np.sort(-x, axis=-1)[:, :size]
-        thresholds = np.asarray(jax.jit(_threshold_of_list)(x, best, sampling)[:, 0])
+        thresholds = np.asarray(jax.jit(functools.partial(_threshold_of_list, ops=OPS))(x, best, sampling)[:, 0])
         for x_v, threshold, (top_k, top_p, min_p) in zip(x, thresholds, kinds):
             expected = kept(x_v, top_k, top_p, min_p)
             # The share of top-p is that of all that top-k keeps.
@@ -586,7 +586,7 @@ def test_the_best_tokens_of_vocabularies_large_and_small(vocab_size, k):
     x[2, 3:] = -np.inf
     x[3, ::2] = -np.inf
     x[4] = np.sort(x[4])[::-1]  # all the best in the first chunks
-    tokens, values = jax.jit(_top, static_argnums=1)(x, k)
+    tokens, values = jax.jit(OPS.top, static_argnums=1)(x, k)
     best = np.lexsort((np.broadcast_to(np.arange(vocab_size), x.shape), -x))[:, :k]
     np.testing.assert_array_equal(tokens, best)
     np.testing.assert_array_equal(values, np.take_along_axis(x, best, 1))

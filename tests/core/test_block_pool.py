@@ -532,7 +532,14 @@ class TablesAgainstContent(stateful.RuleBasedStateMachine):
 
 
 TestTablesAgainstContent = TablesAgainstContent.TestCase
-TestTablesAgainstContent.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTablesAgainstContent.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.deep
+def test_tables_against_content_many_times():
+    stateful.run_state_machine_as_test(
+        TablesAgainstContent, settings=settings(max_examples=1000, stateful_step_count=40, deadline=None)
+    )
 
 
 def _overlooked_salt(patch):
@@ -541,7 +548,11 @@ def _overlooked_salt(patch):
 
 
 @pytest.mark.parametrize(
-    "plant", [_overlooked_salt, *(BUGS[name] for name in ("leak", "double free", "missed copy-on-write"))]
+    "plant",
+    [
+        pytest.param(_overlooked_salt, marks=pytest.mark.deep),
+        *(BUGS[name] for name in ("leak", "double free", "missed copy-on-write")),
+    ],
 )
 def test_it_finds_a_planted_bug(plant, monkeypatch):
     plant(monkeypatch)

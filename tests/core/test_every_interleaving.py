@@ -82,6 +82,14 @@ SMALL = [
     *(Scenario(*shape, windows=windows) for *shape, windows in WINDOWED),
     WITH_STATES[-1],
 ]
+# Each mode, branches of every kind, drafts, windows and states.
+USUAL = [
+    Scenario(4, 2, "swap", ("one", "fork"), drafts=2, method="draft_model"),
+    Scenario(2, 2, "recompute"),
+    Scenario(3, 1, "swap"),
+    Scenario(6, 2, "recompute", ("beam", "told"), windows=(3, 1)),
+    WITH_STATES[-1],
+]
 MEDIUM = [
     Scenario(4, 2, "swap", ("one", "fork"), drafts=2),
     Scenario(3, 2, "swap"),
@@ -279,7 +287,8 @@ def _next(after: dict[tuple[int, Event], int], state: int) -> int | None:
 @pytest.mark.parametrize(
     ("scenarios", "least"),
     [
-        pytest.param(SMALL, 3500, id="small"),
+        pytest.param(USUAL, 1700, id="usual"),
+        pytest.param(SMALL, 3500, id="small", marks=pytest.mark.deep),
         pytest.param(MEDIUM, 6000, id="medium", marks=pytest.mark.deep),
         pytest.param(DISTINCT, 5000, id="distinct", marks=pytest.mark.deep),
     ],

@@ -99,7 +99,7 @@ def run(num_requests: int, seed: int, max_in_flight: int = 2) -> tuple[str, Coun
     return witness.trace.hexdigest(), counts
 
 
-@pytest.mark.parametrize("requests", [600, pytest.param(20_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("requests", [320, pytest.param(20_000, marks=pytest.mark.deep)])
 def test_thousands_of_requests_leave_nothing_behind_and_none_waits_for_ever(requests):
     _, counts = run(requests, seed=0)
     print(dict(counts))
@@ -108,12 +108,17 @@ def test_thousands_of_requests_leave_nothing_behind_and_none_waits_for_ever(requ
 
 
 def test_the_same_seed_decides_the_same():
-    first = run(200, seed=1)
-    assert first == run(200, seed=1) != run(200, seed=2)
-    assert run(200, seed=1, max_in_flight=1) != first
+    first = run(70, seed=1)
+    assert first == run(70, seed=1) != run(70, seed=2)
+    assert run(70, seed=1, max_in_flight=1) != first
 
 
-@pytest.mark.parametrize("bug", BUGS)
+SLOW_BUGS = {"stale cache", "stale epoch"}
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.deep] if bug in SLOW_BUGS else []) for bug in BUGS]
+)
 def test_it_finds_a_planted_bug(bug, monkeypatch):
     BUGS[bug](monkeypatch)
     with pytest.raises((AssertionError, IndexError)):  # there is no row left before anybody counts them

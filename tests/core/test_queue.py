@@ -64,12 +64,12 @@ def test_queue_equals_a_sorted_list(data):
 def test_a_long_queue_stays_in_small_chunks(takes_last):
     """A chunk is all that an insertion or a removal moves, but for the list of chunks."""
     found, size = RequestQueue(), queue.MAX_CHUNK
-    for number in range(20 * size):
+    for number in range(6 * size):
         found.add(waiting(number, (0, 0, number)))
-    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 20
+    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 6
     for number in range(size):  # preempted requests come to the front
         found.add(waiting(number, (0, -1, -number)))
-    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 21
+    assert max(map(len, found._chunks)) <= size and len(found._chunks) <= 2 * 7
     while found:
         found.remove(found._chunks[-1][-1] if takes_last else found.first)
     assert found._chunks == [[]]

@@ -175,14 +175,16 @@ def test_whatever_happens_every_request_gives_what_it_gives_alone(mode):
     wanted |= {"adapter replaced", "draft kept", "draft dropped", "draft of a model kept"}
     wanted |= {"swap"} if mode != "recompute" else set()
     seen = Counter[str]()
-    for examples in (80, 80, 80, 160, 320, 640):  # chance may leave some out
+    for examples in (40, 40, 40, 40, 80, 160, 320, 640):  # chance may leave some out
         seen += attack(mode, max_examples=examples)
         if wanted <= (+seen).keys():
             break
     assert wanted <= (+seen).keys() and (mode != "recompute" or not seen["swap"])
 
 
-@pytest.mark.parametrize("bug", DRAFT_BUGS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.deep] if bug == "kept position" else []) for bug in DRAFT_BUGS]
+)
 def test_it_finds_a_planted_bug_of_drafts(bug, monkeypatch):
     DRAFT_BUGS[bug](monkeypatch)
     with pytest.raises((AssertionError, LookupError)):

@@ -17,6 +17,11 @@ from tests.support import architectures, checkpoints, models, runners
 DEMO = Path(jpaged.__file__).parent / "demo" / "model"
 TINY = {"vocab_size": models.VOCAB, "eos_token_id": models.EOS}
 LLAMA = checkpoints.CASES["biases"] | TINY | {"intermediate_size": 128}
+# A layer of each kind.
+SHALLOW = {
+    "gemma3, shallow": architectures.CASES["gemma3"] | {"num_hidden_layers": 2},
+    "qwen3.5, shallow": architectures.CASES["qwen3.5"] | {"num_hidden_layers": 2, "full_attention_interval": 2},
+}
 
 
 class Case(NamedTuple):
@@ -34,7 +39,7 @@ class Case(NamedTuple):
 
 def hf_of(name: str) -> dict:
     """The config of a random model."""
-    return LLAMA if name == "llama" else architectures.CASES[name] | TINY
+    return LLAMA if name == "llama" else (architectures.CASES | SHALLOW)[name] | TINY
 
 
 def runner_of(case: Case, directory: Path, *, seqs: int = SEQS, tokens: int = TOKENS) -> tuple[ModelRunner, Tokenizer]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 from tokenizers import Tokenizer
 
+from jpaged.runtime.compilation_cache import compilation_cache
 from jpaged.runtime.runner import ModelRunner
 from tests.exact.asked import Asked, mixed
 from tests.exact.cases import Case, runner_of
@@ -37,7 +38,8 @@ def subject_of(case: Case, directory, *, seqs: int, tokens: int) -> Subject:
 def subject_on(runner: ModelRunner, tokenizer: Tokenizer, count: int, *, seqs: int, tokens: int) -> Subject:
     """Return the subject of so many requests on a runner."""
     asked = mixed(runner.vocab_size, count)
-    alone = run(runner, tokenizer, asked, Schedule(tokens, seqs, caches=False, overlaps=False), together=False)
+    with compilation_cache():  # all models have one sampler, which the run compiles once
+        alone = run(runner, tokenizer, asked, Schedule(tokens, seqs, caches=False, overlaps=False), together=False)
     return Subject(runner, tokenizer, asked, alone.bits)
 
 
@@ -45,26 +47,26 @@ SMALL = {"seqs": 8, "tokens": 128}
 FEW = 32  # requests
 
 
-def small_subject(case: Case, directory) -> Subject:
-    """Return a subject of the usual tier: few requests, and few shapes, for decode steps of one and of 8 sequences."""
+def small_subject(case: Case, directory, tokens: tuple[int, ...] = (1, 8, 128)) -> Subject:
+    """Return a subject of the usual tier: few requests, and few shapes, of these numbers of tokens."""
     runner, tokenizer = runner_of(case, directory, **SMALL)
     buckets = runner.shapes.buckets
-    buckets.keep([bucket for bucket in buckets.all if bucket.num_seqs in (1, 8)])
+    buckets.keep([bucket for bucket in buckets.all if bucket.num_seqs in (1, 8) and bucket.num_tokens in tokens])
     return subject_on(runner, tokenizer, FEW, **SMALL)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Subject:
-    return small_subject(Case("llama"), tmp_path_factory.mktemp("llama"))
+    return small_subject(Case("llama"), tmp_path_factory.mktemp("llama"), (1, 8, 64, 128))
 
 
 @pytest.fixture(scope="session")
 def gemma3(tmp_path_factory) -> Subject:
     """A model with windows, whose layers form two groups."""
-    return small_subject(Case("gemma3"), tmp_path_factory.mktemp("gemma3"))
+    return small_subject(Case("gemma3, shallow"), tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="session")
 def qwen35(tmp_path_factory) -> Subject:
     """A model with recurrent layers."""
-    return small_subject(Case("qwen3.5"), tmp_path_factory.mktemp("qwen3.5"))
+    return small_subject(Case("qwen3.5, shallow"), tmp_path_factory.mktemp("qwen3.5"))

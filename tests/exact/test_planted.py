@@ -1,4 +1,4 @@
-"""Faults of the kinds that would let a schedule show in a result: each is found by comparing bits."""
+"""Faults of the kinds that would let a schedule show in a result: each is found by comparing bits. Most are deep."""
 
 import itertools
 
@@ -37,6 +37,7 @@ def kinds_of(numbers: list[int]) -> set[int]:
     return {number % 8 for number in numbers}
 
 
+@pytest.mark.deep  # test_schedules.py has more schedules
 def test_without_a_fault_nothing_differs(llama):
     assert llama.differing(USUAL) == llama.differing(CHUNKS) == llama.differing(DRAFTS, times=2) == []
 
@@ -72,6 +73,7 @@ def test_a_wrong_boundary_of_a_chunk_is_found(llama, monkeypatch):
     assert llama.differing(CHUNKS)
 
 
+@pytest.mark.deep
 def test_a_context_that_lacks_the_chunk_before_is_found(llama, monkeypatch):
     """Attention to the last token of a chunk's predecessor goes to another block."""
 
@@ -84,6 +86,7 @@ def test_a_context_that_lacks_the_chunk_before_is_found(llama, monkeypatch):
     assert llama.differing(CHUNKS)
 
 
+@pytest.mark.deep
 def test_prompt_logprobs_that_stop_at_a_chunk_are_found(llama, monkeypatch):
     """The last token of a chunk is scored by the first token of the next one."""
     targets = row_table.RowTable.targets
@@ -98,6 +101,7 @@ def test_prompt_logprobs_that_stop_at_a_chunk_are_found(llama, monkeypatch):
     assert kinds_of(llama.differing(CHUNKS)) & {0, 4, 7}
 
 
+@pytest.mark.deep
 def test_a_decode_token_in_the_order_of_a_prompt_s_is_found(llama, monkeypatch):
     """Beside a prompt only: a step of decode tokens alone has no other order."""
 
@@ -125,6 +129,7 @@ def test_a_stale_block_of_a_cached_prefix_is_found(llama, monkeypatch):
     assert llama.differing(USUAL)
 
 
+@pytest.mark.deep
 def test_a_swapped_block_that_does_not_return_is_found(llama, monkeypatch):
     apply = block_store.BlockStore.apply
 
@@ -169,7 +174,13 @@ def _samples_of_drafts(plan):
 SPOILED = (_places_before, _masks_before, _prompt_order, _counted_at_once)
 
 
-@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(spoil, id=spoil.__name__, marks=[] if spoil is _counted_at_once else [pytest.mark.deep])
+        for spoil in SPOILED
+    ],
+)
 def test_a_draft_that_is_not_computed_as_the_token_would_be_is_found(llama, monkeypatch, spoil):
     changing_batches(monkeypatch, spoil)
     assert llama.differing(DRAFTS, times=2)
@@ -189,11 +200,8 @@ def test_counts_of_another_request_are_found(llama, monkeypatch):
     assert kinds_of(llama.differing(USUAL, times=2)) & {3, 7}
 
 
-# Those of the reference's products are planted in tests/kernels/test_rows.py, too.
-DEEP = [pytest.param(fault, marks=pytest.mark.deep) for fault in ("products", "one row")]
-
-
-@pytest.mark.parametrize("fault", ["sums", *DEEP])
+@pytest.mark.deep  # tests/kernels/test_rows.py finds other orders in the usual tier
+@pytest.mark.parametrize("fault", ["sums", "products", "one row"])
 def test_another_order_for_another_number_of_rows_is_found(fault, monkeypatch, tmp_path):
     if fault == "sums":
         monkeypatch.setattr(step, "ROW_ORDER", {})

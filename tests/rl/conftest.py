@@ -6,12 +6,10 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.models.checkpoint import dummy_model
 from jpaged.rl import RolloutWorker
-from tests.runtime.test_runner import LLAMA
+from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
 
-SETTINGS = dict(
-    max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=160, progress=False, exact=True, max_model_len=96
-)
+SETTINGS = LIMITS | dict(num_gpu_blocks_override=160, progress=False, exact=True)
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
 LENGTHS = (5, 1, 33, 60)  # of prompts: parts of blocks, several blocks and several chunks
 

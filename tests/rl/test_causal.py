@@ -59,10 +59,10 @@ def num_differing(logprobs, rollouts) -> int:
     return int((np.asarray(logprobs)[at].view(np.uint32) != rollouts.logprobs[at].view(np.uint32)).sum())
 
 
-LATER = [pytest.param(name, marks=pytest.mark.deep) for name in ("scan", "checkpoint")]
+LATER = [pytest.param(name, marks=pytest.mark.deep) for name in ("eager", "nnx.jit", "scan", "checkpoint")]
 
 
-@pytest.mark.parametrize("program", ["jit", "eager", "nnx.jit", *LATER])
+@pytest.mark.parametrize("program", ["jit", *LATER])
 def test_a_trainer_computes_the_engines_logprobs_to_the_bit(llama, program):
     model, worker, rollouts = llama
     graphdef, params = nnx.split(model)
@@ -155,7 +155,7 @@ def test_other_orders_are_noticed(llama):
     "dtype, tolerance", [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.deep)]
 )
 def test_gradients_are_those_of_dense_attention(dtype, tolerance):
-    graphdef, params = nnx.split(dummy_model(LLAMA, dtype, 0))
+    graphdef, params = nnx.split(dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), dtype, 0))
     tokens = jnp.asarray([[3, 4, 5, 6, 7], [40, 41, 42, 43, 44]])
 
     def dense(model, tokens):

@@ -94,7 +94,7 @@ def test_forty_steps_of_grpo_have_the_engines_bits():
     prompts = ["Once upon a time, there was", "One day,", "Lily had a", "In the garden there was"]
     model = load("demo", dtype="float32", progress=False)
     with few_shapes():
-        worker = RolloutWorker(LLM(model, tokenizer="demo", **SETTINGS), width=48)
+        worker = RolloutWorker(LLM(model, tokenizer="demo", max_model_len=96, **SETTINGS), width=48)
     rollouts, params, rewards = train(worker, model, prompts, 40, 0.3)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05, rewards
     check_flips(worker, rollouts, params)

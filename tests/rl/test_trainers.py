@@ -1,5 +1,7 @@
 """Modules that trainers have, served as they are: the recipes of docs/adding-a-model.md, and GRPO beside the engine."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -44,14 +46,16 @@ def recipes(*, served: bool) -> dict:
 
 @pytest.fixture(scope="module")
 def page():
-    return recipes(served=False)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = recipes(served=True)
+    return found | {"printed": printed.getvalue()}
 
 
-def test_the_first_recipe_serves_a_module_and_takes_its_new_arrays(capsys):
-    found = recipes(served=True)
-    before, after = capsys.readouterr().out.splitlines()
+def test_the_first_recipe_serves_a_module_and_takes_its_new_arrays(page):
+    before, after = page["printed"].splitlines()
     assert before != after
-    tree, params = found["llm"].engine.runner.tree, found["llm"].engine.runner.params
+    tree, params = page["llm"].engine.runner.tree, page["llm"].engine.runner.params
     assert dict(zip(tree.expected, params))["gpt.norm.bias"].tolist() == [1.0] * 64
 
 
@@ -96,7 +100,11 @@ def recipe(page, name):
     return module, partial(nnx.jit(lambda gpt, tokens_bw: gpt(tokens_bw)), gpt)
 
 
-@pytest.mark.parametrize("name", ["lora", "scanned", "separate", "sharded", "tree"])
+# "separate" has the parameters of "scanned".
+@pytest.mark.parametrize(
+    "name",
+    ["lora", "separate", "tree", *(pytest.param(each, marks=pytest.mark.deep) for each in ("scanned", "sharded"))],
+)
 def test_a_recipes_wrapper_computes_what_the_trainers_module_does(page, name):
     module, logits_of = recipe(page, name)
     tokens_bw = jnp.arange(24).reshape(2, 12)
@@ -228,6 +236,7 @@ def test_a_trainers_module_is_trained_beside_the_engine(page, name):
     assert pointers(llm.engine.runner.params) == pointers(by_name(nnx.state(gpt, nnx.Param)).values())
 
 
+@pytest.mark.deep  # tests/runtime/test_parameters.py casts parameters in the usual tier
 def test_float32_masters_are_served_in_bfloat16(page):
     """Each update casts them into the same memory, also that of a sleeping engine's next parameters."""
     gpt = page["GPT"](page["config"], nnx.Rngs(0))

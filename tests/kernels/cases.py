@@ -211,6 +211,10 @@ RAGGED = {
         contexts=[200, 9, 30], q_lens=[70, 9, 1], padding_rows=1, num_kv_heads=3, group=5, sinks=True, window=65,
         soft_cap=2.0, fp8=True, return_lse=True,
     ),
+    "small: sinks, window, capped, fp8, lse": dict(
+        contexts=[70, 0, 1, 20], q_lens=[33, 0, 1, 1], padding_rows=2, num_kv_heads=1, group=8, sinks=True, window=40,
+        soft_cap=2.0, fp8=True, return_lse=True,
+    ),
     "head dim 256, window, capped": dict(
         contexts=[90, 5], q_lens=[30, 1], group=2, head_dim=256, window=40, soft_cap=2.0
     ),
@@ -227,7 +231,7 @@ WRITE = {
     "queries": dict(group=4, rotated=True),
     "queries of 3 KV heads, head dim 64": dict(group=3, num_kv_heads=3, head_dim=64, rotated=True),
     "queries, fp8": dict(group=7, rotated=True, fp8=True, head_dim=64),
-    "queries, two thread blocks": dict(group=16, num_kv_heads=10, rotated=True),
+    "queries, two thread blocks": dict(group=16, num_kv_heads=10, num_tokens=3, rotated=True),
     "queries, head dim 80": dict(group=2, head_dim=80, pool_head_dim=128, rotated=True),
 }
 

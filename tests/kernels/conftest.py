@@ -1,4 +1,7 @@
-"""All tests of this folder are slow: `make test-fast` leaves them out. Kernels are optimized, as those of users are."""
+"""All tests of this folder are slow: `make test-fast` leaves them out.
+
+Kernels are optimized, as those of users are, in the deep tier and in tests that ask for it.
+"""
 
 import pytest
 
@@ -9,7 +12,13 @@ def pytest_itemcollected(item):
     item.add_marker("slow")
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture
 def optimized_code():
     with optimized():
         yield
+
+
+@pytest.fixture(autouse=True)
+def code_of_the_tier(request):
+    if request.node.get_closest_marker("deep"):
+        request.getfixturevalue("optimized_code")

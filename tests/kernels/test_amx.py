@@ -40,8 +40,14 @@ def exact_product(x_ti: jax.Array, matrix_oi: np.ndarray) -> np.ndarray:
     return np.asarray(x_ti, np.float64) @ matrix_oi.T
 
 
-@pytest.mark.parametrize("outputs", [3, 16, 50, strips.WIDTH + 33])
-@pytest.mark.parametrize("depth", [64, 96, 1152])
+# The usual tier has each number of outputs and each depth.
+@pytest.mark.parametrize(
+    "outputs, depth",
+    [
+        pytest.param(outputs, depth, marks=[] if i % 3 == j else [pytest.mark.deep])
+        for i, outputs in enumerate((3, 16, 50, strips.WIDTH + 33)) for j, depth in enumerate((64, 96, 1152))
+    ],
+)  # fmt: skip
 def test_each_number_of_rows_has_the_same_bits(outputs, depth, multiply):
     x_ti, weight = x_of(MANY, depth, "bfloat16"), weight_in(FORMS["bfloat16"], outputs, depth)
     together = multiply(x_ti, weight)
@@ -98,7 +104,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=[pytest.mark.deep] if fault == "sums that are not turned" else []) for fault in FAULTS],
+)
 def test_planted_faults_are_found(fault, multiply, monkeypatch):
     monkeypatch.setattr(*FAULTS[fault])
     x_ti, weight = x_of(40, 64, "bfloat16"), weight_in(FORMS["bfloat16"], 50, 64)
@@ -184,7 +193,9 @@ class TestDecodeTokens:
         batch = cases.make_batch(contexts, return_lse=True, **kind)
         batch.check(batch.run(CPU.paged_decode_attention))
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=[] if i % 2 else [pytest.mark.deep]) for i, kind in enumerate(KINDS)]
+    )
     def test_a_row_has_the_same_bits_next_to_others_of_its_text(self, kind):
         end, whole = 2 * PART + 40, 2 * PART // 16 + 3
         contexts = [end - 3, end - 2, end - 1, end, PART + 5, end, end, 7]

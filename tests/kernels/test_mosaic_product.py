@@ -104,7 +104,7 @@ def cases(usual, *axes) -> list:
 @pytest.mark.parametrize(
     ("form", "rows", "dtype"),
     cases(
-        [("float16", 1, "float16"), ("int8", 65, "float32")],
+        [("int8", 65, "float32")],
         ROWS, (1, 3, 64, 65, 2048), ("float32", "bfloat16", "float16"),
     ),
 )  # fmt: skip
@@ -118,8 +118,7 @@ def test_it_is_that_of_float64(form, rows, dtype):
 @pytest.mark.parametrize(
     ("form", "rows", "dtype"),
     cases(
-        [("int4 in groups of 32", 65, "bfloat16"), ("int4 in groups of 128", 3, "float16"),
-         ("int8 in groups of 32", 1, "bfloat16")],
+        [("int4 in groups of 32", 65, "bfloat16"), ("int8 in groups of 32", 3, "float16")],
         GROUPED, (1, 3, 64, 65, 2048), ("bfloat16", "float16"),
     ),
 )  # fmt: skip
@@ -142,7 +141,7 @@ def test_errors_are_those_of_few_roundings(form, dtype):
     """The errors of scales, scaled numbers, addends and weights are independent."""
     if "fp8" in form and dtype == "float16":
         pytest.skip("fp8 needs rows of bfloat16")
-    x_ti, weight = x_of(65, 512, dtype), weight_in(FORMS[form], 128, 512)
+    x_ti, weight = x_of(9, 512, dtype), weight_in(FORMS[form], 64, 512)
     [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, weight))
     scaled = exact_matrix(weight._replace(minima=None))
     matrix = exact_matrix(weight)
@@ -254,8 +253,8 @@ def test_bias_activation_and_gate(form, activation, gated):
 
 @pytest.mark.parametrize(
     "form",
-    ["int8", "int4 in groups of 32"]
-    + [pytest.param(each, marks=pytest.mark.deep) for each in ("bfloat16", *GROUPED[1:])],
+    ["int4 in groups of 32"]
+    + [pytest.param(each, marks=pytest.mark.deep) for each in ("bfloat16", "int8", *GROUPED[1:])],
 )
 def test_experts(form):
     """Of one tile of outputs for each expert: some, all or none of the rows."""
@@ -302,7 +301,6 @@ class TestBits:
         ("form", "inputs", "rows"),
         [
             ("bfloat16", 256, (1, 65)),
-            ("int4 in groups of 32", 256, (1, 65)),
             *(
                 pytest.param(form, inputs, (1, 3, 20, 64, 65, 1025), marks=pytest.mark.deep)
                 for form in (*ROWS, *GROUPED) for inputs in (256, 1024)
@@ -340,8 +338,13 @@ class TestBits:
         assert len({cut for _, cut in seen}) > 1 and all(cut.depth % 32 == 0 for _, cut in seen)
 
 
-@pytest.mark.parametrize("tile", [1, 8, 128])
-@pytest.mark.parametrize("sizes", [*SIZES, (20,), (0, 0), (8, 8, 0, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        pytest.param(sizes, tile, marks=[] if i % 3 == j else [pytest.mark.deep])
+        for i, sizes in enumerate([*SIZES, (20,), (0, 0), (8, 8, 0, 4)]) for j, tile in enumerate((8, 128, 1))
+    ],
+)  # fmt: skip
 def test_places_of_experts_rows(sizes, tile):
     num_rows = max(1, sum(sizes))
     places = jax.jit(product_module.expert_rows, static_argnums=(1, 2))(jnp.array(sizes), num_rows, tile)
@@ -371,10 +374,10 @@ def test_places_of_experts_rows(sizes, tile):
 )
 def test_other_products_are_the_references(rows, form, shape, reason, monkeypatch):
     monkeypatch.setattr(product_module, "launch", lambda *args, **options: pytest.fail("launched"))
-    x_ti, weight = x_of(3, shape[1], rows), weight_in((FORMS | OTHERS)[form], *shape)
+    x_ti, weight = jax.ShapeDtypeStruct((3, shape[1]), rows), described_weight((FORMS | OTHERS)[form], *shape)
     assert reason in product_module.unsupported_product(x_ti, (weight,))
     assert not takes_weight(weight.format, weight.shape, rows)
-    np.testing.assert_array_equal(product(x_ti, weight), ops_of(reference).product(x_ti, weight))
+    assert jax.eval_shape(product, x_ti, weight).shape == (3, shape[0])
 
 
 def test_a_gate_of_two_forms_is_the_references(monkeypatch):

@@ -1,8 +1,6 @@
 """Machine code that is kept between runs."""
 
 import ctypes
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -71,16 +69,3 @@ def test_without_a_folder_nothing_is_kept(folder, compiled):
 def test_a_folder_that_cannot_be_written_is_no_error(folder, compiled):
     folder.rmdir()
     assert [result(3), result(3)] == [21, 21] and len(compiled) == 2
-
-
-def test_another_process_finds_the_code_of_kernels(tmp_path):
-    """No address of a process is in it."""
-    program = f"""
-import jax
-jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
-from pallas_kernels.cpu.product import usual_target
-usual_target("float32")
-"""
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", program], check=True)
-    assert len(list(tmp_path.glob("jpaged-llvm-*"))) == 2, "the product and the team of threads"

@@ -29,11 +29,16 @@ SINGLE = {
     "fp8, lse", "fp8, lse, two splits", "sinks", "window, capped", "window over a split's edge, capped", "peaked",
     "head dim 256, window, capped", "block 64, float16", "head dim 80",
 }  # fmt: skip
+SMALL = "small: sinks, window, capped, fp8, lse"
 SLOW_IN = {
-    REFERENCE: SLOW | SINGLE,
-    TRITON: SLOW | SINGLE | {"padding only"},
-    MOSAIC: SLOW | SINGLE - {"sinks", "fp8, lse"} | {
+    REFERENCE: SLOW | SINGLE | {
+        "block 8, head dim 128", "block 16", "padding only", "prompts, chunks and decodes", SMALL,
+    },
+    CPU: SLOW | SINGLE - {"peaked", "block 64, float16", "head dim 80"} | {SMALL},
+    TRITON: SLOW | SINGLE | {"block 8, head dim 128", "padding only", "prompts, chunks and decodes", SMALL},
+    MOSAIC: SLOW | SINGLE | {
         "block 8, head dim 128", "padding only", "sinks, window, capped, fp8", "block 16",
+        "prompts, chunks and decodes",
     },
 }  # fmt: skip
 # Each option of a write is in another case, too.
@@ -62,7 +67,7 @@ def tiered(named):
         [
             pytest.param(
                 kernels, case, id=f"{name}-{kernels.name}",
-                marks=[pytest.mark.deep] if name in SLOW_IN.get(kernels, SLOW) else [],
+                marks=[pytest.mark.deep] if name in SLOW_IN[kernels] else [],
             )
             for name, case in named.items()
             for kernels in ALL
@@ -84,12 +89,14 @@ def drawn(examples, strategy, check) -> None:
     run()
 
 
+@pytest.mark.usefixtures("optimized_code")
 @tiered(cases.DECODE)
 def test_decode(kernels, case):
     batch = cases.make_batch(**case)
     batch.check(batch.run(kernels.paged_decode_attention))
 
 
+@pytest.mark.usefixtures("optimized_code")
 @tiered(cases.RAGGED)
 def test_ragged(kernels, case):
     batch = cases.make_batch(**case)
@@ -151,8 +158,14 @@ def test_any_copy(kernels, examples):
     drawn(examples, st.tuples(st.permutations(range(6)), sources, st.integers(0, 99)), check)
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])  # Triton: test_triton.py
-@pytest.mark.parametrize("q_lens", [None, [1, 2, 40]], ids=["decode", "ragged"])
+@pytest.mark.parametrize(  # Triton: test_triton.py
+    ("kernels", "q_lens"),
+    [
+        pytest.param(REFERENCE, None, id="reference-decode"), pytest.param(CPU, [1, 2, 40], id="cpu-ragged"),
+        pytest.param(REFERENCE, [1, 2, 40], id="reference-ragged", marks=pytest.mark.deep),
+        pytest.param(CPU, None, id="cpu-decode", marks=pytest.mark.deep),
+    ],
+)  # fmt: skip
 def test_float32(kernels, q_lens):
     """In float32 the remaining difference is the order of the sums."""
     batch = cases.make_batch([1, 17, 300], q_lens=q_lens, group=2, dtype=jnp.float32, return_lse=True)

@@ -22,6 +22,8 @@ MANY = UNIT_T + BLOCK + 5
 # A sum of random numbers in float32, relative to the root of their number.
 TOLERANCE = {"float32": 4e-6, "bfloat16": 2**-8, "float16": 2**-10}
 
+USUAL_FORMS = ("float32", "int8", "int4 in groups of 32")
+
 every_form = pytest.mark.parametrize("name", FORMS)
 
 
@@ -48,7 +50,10 @@ USUAL_SHAPES = {"cpu": [(1, 50, 128), (15, 103, WHOLE + 128)], "reference": [(15
         for name in OPS for shape in ((1, 50), (3, 6), (4, 48), (15, 103), (MANY, 97)) for depth in DEPTHS
     ],
 )  # fmt: skip
-def test_it_is_that_of_float64(name, implementation, rows, outputs, depth):
+def test_it_is_that_of_float64(name, implementation, rows, outputs, depth, request):
+    """Some of the forms in optimized code, all of them in the deep tier."""
+    if name in USUAL_FORMS:
+        request.getfixturevalue("optimized_code")
     x_ti, weight = x_of(rows, depth), weight_in(FORMS[name], outputs, depth)
     exact = np.asarray(x_ti, np.float64) @ exact_matrix(weight).T
     assert_product(jax.jit(OPS[implementation].product)(x_ti, weight), exact, depth)
@@ -123,7 +128,7 @@ def test_bias_activation_and_gate(implementation, activation, dtype):
     )
 
 
-@pytest.mark.parametrize("implementation", OPS)
+@pytest.mark.parametrize("implementation", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
 def test_several_weights_in_one_pass(implementation):
     x_ti = x_of(5, 128)
     weights = [weight_in(FORMS[name], outputs, 128) for name, outputs in (("int8", 70), ("int8", 50), ("int8", 1))]
@@ -135,9 +140,21 @@ def test_several_weights_in_one_pass(implementation):
             np.testing.assert_array_equal(y_to, jax.jit(OPS[implementation].product)(x_ti, weight))
 
 
-@pytest.mark.parametrize("implementation", OPS)
-@pytest.mark.parametrize("name", ["float32", pytest.param("int8", marks=pytest.mark.deep), "int4 in groups of 32"])
-@pytest.mark.parametrize("rows", [1, 9, MANY])
+ADDED = [
+    ("float32", "cpu", 1),
+    ("float32", "cpu", MANY),
+    ("int4 in groups of 32", "cpu", 9),
+    ("float32", "reference", 9),
+]
+
+
+@pytest.mark.parametrize(
+    "name, implementation, rows",
+    [
+        pytest.param(*case, marks=[] if case in ADDED else [pytest.mark.deep])
+        for case in itertools.product(USUAL_FORMS, OPS, (1, 9, MANY))
+    ],
+)
 def test_numbers_added_to_the_sums(name, implementation, rows):
     """They are added before the activation, and -0 changes no bit: rows without an adapter have the base's results."""
     ops, x_ti = OPS[implementation], x_of(rows, 64)
@@ -185,16 +202,15 @@ def test_rows_that_nobody_wants_are_zero(wanted, depth):
     np.testing.assert_array_equal(jax.jit(OPS["cpu"].product)(with_nan, weight, wanted_t=wanted_t), whole)
 
 
-USUAL_FORMS = ("float32", "int8", "int4 in groups of 32")
 SIZES = {"one": [0, 9, 0, 0], "all": [3, 2, 1, 3], "many": [0, 150, 1, 40], "some rows of none": [2, 0, 3, 1]}
+EXPERTS = [("float32", "all"), ("int8", "some rows of none"), ("int4 in groups of 32", "many"), ("mxfp4", "one")]
 
 
 @pytest.mark.parametrize("implementation", OPS)
 @pytest.mark.parametrize(
     "name, sizes",
     [
-        pytest.param(name, sizes, marks=[] if name in USUAL_FORMS or (sizes == "all" and "int4" in name) else
-                     [pytest.mark.deep])
+        pytest.param(name, sizes, marks=[] if (name, sizes) in EXPERTS else [pytest.mark.deep])
         for name in FORMS for sizes in SIZES
     ],
 )  # fmt: skip

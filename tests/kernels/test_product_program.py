@@ -104,9 +104,7 @@ def faults(case: Product) -> list[str]:
 cases = pytest.mark.parametrize(
     "case",
     [
-        case
-        if case in (DENSE, INT8, SEVERAL_PARTS, GATED_INT4, GPT_OSS)
-        else pytest.param(case, marks=pytest.mark.deep)
+        case if case in (DENSE, INT8, SEVERAL_PARTS, GPT_OSS) else pytest.param(case, marks=pytest.mark.deep)
         for case in ALL
     ],
     ids=lambda case: "-".join(map(str, case)),

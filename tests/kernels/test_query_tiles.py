@@ -28,7 +28,7 @@ def check(tiled, q_lens, marked, *, num_rows: int, tile_q: int, align: int) -> N
     np.testing.assert_array_equal(seen, [not (s < sequences and decode_s[s]) for s in owner])
 
 
-@pytest.mark.parametrize("align", [1, 2, 4, 8])
+@pytest.mark.parametrize("align", [1, 8, *(pytest.param(align, marks=pytest.mark.deep) for align in (2, 4))])
 def test_every_row_is_in_one_tile_of_its_sequence(align):
     """Also where all sequences are short, which takes the most tiles; decode tokens are in none."""
     rng = np.random.default_rng(align)

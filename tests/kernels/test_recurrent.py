@@ -31,8 +31,17 @@ class Compiled:
 
 REFERENCE, CPU, TRITON = map(Compiled, ("reference", "cpu", "triton"))
 name_of = lambda kernels: kernels.name
-SEQUENCES = pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 BFLOAT16 = jnp.bfloat16
+CALLS_IN_DTYPES = pytest.mark.parametrize(
+    "calls, dtype",
+    [
+        *(pytest.param(calls, jnp.float32, id=f"{name}-float32") for name, calls in CALLS.items()),
+        *(
+            pytest.param(calls, BFLOAT16, id=f"{name}-bfloat16", marks=[] if name == "chains" else [pytest.mark.deep])
+            for name, calls in CALLS.items()
+        ),
+    ],
+)
 
 
 # The interpreter of Triton's kernel takes seconds for each shape.
@@ -40,8 +49,7 @@ BFLOAT16 = jnp.bfloat16
     "kernels", [REFERENCE, CPU, pytest.param(TRITON, marks=pytest.mark.deep)], ids=["reference", "cpu", "triton"]
 )
 class TestDeltaRule:
-    @SEQUENCES
-    @pytest.mark.parametrize("dtype", [jnp.float32, BFLOAT16], ids=["float32", "bfloat16"])
+    @CALLS_IN_DTYPES
     def test_calls(self, kernels, calls, dtype):
         delta(LENS, dtype=dtype).check(kernels.delta_rule, calls)
 
@@ -86,8 +94,7 @@ class TestTriton:
 
 @pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=name_of)  # GPUs take the reference's
 class TestCausalConv:
-    @SEQUENCES
-    @pytest.mark.parametrize("dtype", [jnp.float32, BFLOAT16], ids=["float32", "bfloat16"])
+    @CALLS_IN_DTYPES
     def test_calls(self, kernels, calls, dtype):
         conv(LENS, dtype=dtype).check(kernels.causal_conv, calls)
 
@@ -154,6 +161,7 @@ class TestPlantedFaults:
         return jax.jit(lambda *args, **options: getattr(pallas_kernels, name)(*args, **options),
                        static_argnames="activation")  # fmt: skip
 
+    @pytest.mark.deep
     def test_pages_of_the_step_before(self):
         for name, problem in (("delta_rule", delta(LENS)), ("causal_conv", conv(LENS))):
             op, at = self.reference(name), 5 if name == "delta_rule" else 3
@@ -167,6 +175,7 @@ class TestPlantedFaults:
             problem.check(op, CALLS["cut into calls"])
             self.fails(problem, late, "cut into calls")
 
+    @pytest.mark.deep
     def test_decay_after_the_update(self):
         def updated(state, q, k, v, log_decay, beta):
             state, _ = plain(state, q, k, v, jnp.zeros_like(log_decay), beta)
@@ -187,7 +196,7 @@ class TestPlantedFaults:
         )):  # fmt: skip
             self.fails(conv(LENS), self.reference("causal_conv"), "over old data")
 
-    @pytest.mark.parametrize("call", ["cut into calls", "chains"])
+    @pytest.mark.parametrize("call", [pytest.param("cut into calls", marks=pytest.mark.deep), "chains"])
     def test_chains_that_ignore_the_sequence_before(self, call):
         for name, problem in (("delta_rule", delta(LENS)), ("causal_conv", conv(LENS))):
             op = self.reference(name)
@@ -212,6 +221,7 @@ class TestPlantedFaults:
         with mock.patch.object(recurrent, "_inputs", inputs):
             self.fails(conv(LENS), self.reference("causal_conv"), "cut into calls")
 
+    @pytest.mark.deep
     def test_a_page_read_after_its_chain_has_written_it(self):
         """A convolution whose tokens read the inputs before their chain from the page as it is then."""
 

@@ -64,7 +64,7 @@ def test_a_gated_product_of_the_kernels_has_one_order(form, activation):
     assert sizes_that_differ(lambda x: ops.product(x, gate, up=up, activation=activation), 64) == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_a_product_by_rows_has_one_order_and_that_of_xla_does_not(dtype):
     plain = weight(None, 72, 160, dtype)
     for ops, differs in ((BY_ROWS, False), (Ops(load("pallas_kernels.reference")), True)):
@@ -72,7 +72,7 @@ def test_a_product_by_rows_has_one_order_and_that_of_xla_does_not(dtype):
         assert bool(found) == differs
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["dense", pytest.param("int8", marks=pytest.mark.deep), "int4"])
 def test_products_by_rows_are_those_of_the_definition(form):
     """Of wanted rows, with and without experts; other rows are 0."""
     x, wanted = normal(9, 64), jnp.arange(9) % 3 > 0
@@ -98,8 +98,13 @@ def reference_ops() -> Ops:
 REDUCTIONS = {"max": row_max, "sum": row_sum, "logsumexp": row_logsumexp, "argmax": row_argmax}
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("width", [3, 259, 1280])
+@pytest.mark.parametrize(
+    "name, width",
+    [
+        pytest.param(name, width, marks=[] if i % 3 == j else [pytest.mark.deep])
+        for i, name in enumerate(REDUCTIONS) for j, width in enumerate((259, 1280, 3))
+    ],
+)  # fmt: skip
 def test_a_reduction_of_logits_has_one_order(name, width):
     assert sizes_that_differ(REDUCTIONS[name], width) == []
     x = normal(5, width).at[0, 0].set(jnp.inf).at[1, 1].set(jnp.nan).at[2].set(-jnp.inf)

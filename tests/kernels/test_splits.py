@@ -14,8 +14,13 @@ def size(n: int, most: int) -> int:
     return next(SPLIT << i for i in range(20) if (SPLIT << i) * most >= n)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 512, 5000])
-@pytest.mark.parametrize("most", [1, 7, 16, 32])
+@pytest.mark.parametrize(
+    "window, most",
+    [
+        pytest.param(window, most, marks=[] if i % 4 == j else [pytest.mark.deep])
+        for i, window in enumerate((None, 1, 100, 512, 5000)) for j, most in enumerate((7, 1, 16, 32))
+    ],
+)  # fmt: skip
 def test_splits_cover_the_keys_of_each_query(window, most):
     """Every split in order, none that is empty, at most `most` of a context, up to the longest context."""
     lens = [0, 131_072, 1, 511, 512, 513, 0, 70_001, 1024, 16_384, 16_385, 8192, 8193, 131_071]

@@ -15,6 +15,14 @@ from tests.kernels.implementations import ops_of
 REFERENCE, CPU = ops_of(reference), ops_of(cpu)
 both = pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
 kinds = pytest.mark.parametrize("q_lens", [None, [1, 20]], ids=["decode", "ragged"])
+pairs = pytest.mark.parametrize(
+    "ops, q_lens",
+    [
+        pytest.param(REFERENCE, None, id="decode-reference"), pytest.param(CPU, [1, 20], id="ragged-cpu"),
+        pytest.param(REFERENCE, [1, 20], id="ragged-reference", marks=pytest.mark.deep),
+        pytest.param(CPU, None, id="decode-cpu", marks=pytest.mark.deep),
+    ],
+)  # fmt: skip
 FLOAT32 = dict(dtype=jnp.float32, group=2)
 
 
@@ -29,8 +37,7 @@ def on_cpu(*arrays):
 class TestNumPy:
     """As constants of a jitted function, which are NumPy's while it is traced."""
 
-    @both
-    @kinds
+    @pairs
     def test_attention(self, ops, q_lens):
         batch = cases.make_batch([70, 20], q_lens=q_lens, fp8=True)
         options = batch.options | {name: np.asarray(batch.options[name]) for name in ("k_scale_k", "v_scale_k")}
@@ -46,8 +53,7 @@ class TestNumPy:
         np.testing.assert_array_equal(copied, pool[[0, 1, 0]])
 
 
-@both
-@kinds
+@pairs
 def test_a_block_outside_the_pool_is_its_nearest(ops, q_lens):
     batch = cases.make_batch([70, 20], q_lens=q_lens, **FLOAT32)  # 7 blocks and 3 free ones
     batch = cases.replace(batch, k_pool=jnp.nan_to_num(batch.k_pool), v_pool=jnp.nan_to_num(batch.v_pool))
@@ -70,8 +76,7 @@ def test_lengths_out_of_range_stay_within_the_arrays(context_lens, cu_q_lens):
     assert attention(CPU, cu_q_lens)(*args, **batch.options).shape == batch.q.shape
 
 
-@both
-@kinds
+@pairs
 def test_vmap(ops, q_lens):
     batches = [cases.make_batch([70, 20], q_lens=q_lens, seed=seed, **FLOAT32) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(tuple(batch.args) for batch in batches))
@@ -101,8 +106,7 @@ class TestShardMap:
 
     mesh = property(lambda self: jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]))
 
-    @both
-    @kinds
+    @pairs
     def test_heads(self, ops, q_lens):
         batch = cases.make_batch([70, 20], q_lens=q_lens, fp8=True, **FLOAT32)
         heads, names = P(None, "x"), ("k_scale_k", "v_scale_k")

@@ -23,15 +23,23 @@ F32_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", F32_OPTIONS.values(), ids=F32_OPTIONS.keys())
-@pytest.mark.parametrize("q_lens", [None, [0, 1, 2, 40]], ids=["decode", "ragged"])
+@pytest.mark.parametrize(
+    ("options", "q_lens"),
+    [
+        pytest.param(
+            options, q_lens, id=f"{kind}-{name}",
+            marks=[] if (name == "window, capped") == (kind == "ragged") else [pytest.mark.deep],
+        )
+        for name, options in F32_OPTIONS.items() for kind, q_lens in (("decode", None), ("ragged", [0, 1, 2, 40]))
+    ],
+)  # fmt: skip
 def test_float32_with_options(options, q_lens):
     batch = cases.make_batch([0, 1, 17, 150], q_lens=q_lens, dtype=jnp.float32, return_lse=True, **options)
     op = TRITON.paged_decode_attention if q_lens is None else TRITON.ragged_paged_attention
     batch.check(batch.run(op))
 
 
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.deep), 200])
 def test_more_splits_than_are_merged_at_once(window):
     contexts = [700, 0, 33, 32 * attention.COMBINED, 31]
     batch = cases.make_batch(contexts, num_kv_heads=1, group=2, window=window, return_lse=True)
@@ -161,7 +169,10 @@ def delta_rule_args(num_sequences: int, head_dim: int, dtype) -> tuple:
     ("device", "head_dim", "dtype"),
     [
         pytest.param(
-            device, head_dim, dtype, marks=[] if head_dim == 128 and dtype == jnp.bfloat16 else pytest.mark.deep
+            device,
+            head_dim,
+            dtype,
+            marks=[] if (device, head_dim, dtype) == (A100, 128, jnp.bfloat16) else pytest.mark.deep,
         )
         for device in (A100, H200)
         for head_dim in (64, 128, 256)

@@ -211,5 +211,5 @@ def test_another_order_for_another_number_of_rows_is_found(fault, monkeypatch, t
     else:
         monkeypatch.setattr(rows, "LEAST", 1)
     kernels = "auto" if fault == "sums" else "reference"
-    subject = small_subject(Case("llama", kernels=kernels), tmp_path)
+    subject = small_subject(Case("llama", kernels=kernels), tmp_path, (1, 8, 64, 128))
     assert subject.differing(USUAL)

@@ -54,7 +54,7 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def code_of_kernels():
-    """Kernels run a few times on few numbers, as XLA's code does; tests/kernels optimizes them."""
+    """Kernels run a few times on few numbers, as XLA's code does; some tests of tests/kernels optimize them."""
     with unoptimized():
         yield
 

@@ -12,6 +12,8 @@ import pytest
 from pallas_kernels import Masks, Ops, load
 from pallas_kernels.cpu import code, noise, sampling
 
+pytestmark = pytest.mark.usefixtures("optimized_code")
+
 STATIC = {"argmax_and_lse": None, "gumbel_argmax": None, "gumbel": None, "ranks": None, "top": 1}  # arguments of ops
 OPS = {name: Ops(load(f"pallas_kernels.{name}")) for name in ("reference", "cpu")}
 JITTED = {

@@ -48,7 +48,7 @@ def optimized() -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Level, "optimizes", True)
-        for name in ("attention", "product", "writes"):
+        for name in ("attention", "product", "sampling", "writes"):
             module = importlib.import_module(f"pallas_kernels.cpu.{name}")
             patch.setattr(module, "VERSION", f"{module.VERSION}, optimized")  # part of the functions' names
         yield

@@ -264,8 +264,8 @@ class PlannedStep:
                 continue
             # The sample after the last draft is not beyond the maximum length.
             request, constraint = sequence.request, sequence.constraint
-            share = -(-room // max(1, others + 1 - len(self.rows)))  # of the sequences that are not scheduled yet
-            most = min(share, request.max_length - sequence.num_tokens - 1)
+            left = len(self.order) - (len(self.rows) - len(self.drafts))  # sequences that are not scheduled yet
+            most = min(-(-room // max(1, left)), request.max_length - sequence.num_tokens - 1)
             if constraint is not None and others >= DRAFTING_SEQS:
                 most = 0  # sampling many masked drafts takes longer than the steps that they save
             forced = constraint.forced() if constraint is not None and most > 0 else []

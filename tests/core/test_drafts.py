@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -145,6 +146,18 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
         traffic.add(scheduler, i, [1, 2], max_tokens=2)
     traffic.drain(scheduler, runner)
     assert scheduler.num_preemptions == 0
+
+
+def test_the_room_of_a_step_is_divided_among_the_sequences_that_find_drafts():
+    scheduler, runner = traffic.make(blocks=200, seqs=8, tokens=200, drafts=4)
+    for i in range(8):
+        traffic.add(scheduler, i, [1, 2, 1, 2, 1, 2, 1], max_tokens=30)
+    plans = []
+    while scheduler.has_work:
+        plans.append(traffic.step(scheduler, runner).plan)
+    full = [plan for plan in plans if len(plan.drafts) == scheduler.limits.max_num_drafts == 16]
+    counts = [Counter(plan.rows[place].row for place, _ in plan.drafts) for plan in full]
+    assert counts and all(set(count.values()) == {2} for count in counts)
 
 
 @pytest.mark.parametrize(

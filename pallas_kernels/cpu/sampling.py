@@ -20,7 +20,7 @@ from pallas_kernels.options import Masks
 
 VERSION = 1  # part of the targets' names: executables on disk must not call a function of other arguments
 PART = 8192  # logits of a unit: 32 KiB, which stay in a core's cache between its two passes
-COLUMNS = 64  # sums and maxima of a part, by the place in it: their order is that of any machine
+COLUMNS = 64  # sums of a part, by the place in it: their order is the same with vectors of any width
 PER_NS, DRAWN_NS = 8, 1  # logits that one thread reduces in a nanosecond, and nanoseconds of a logit with noise, about
 MOST_LISTED = 128  # tokens of a list that is kept sorted; the time of an insertion grows with them
 I1 = ir.IntType(1)

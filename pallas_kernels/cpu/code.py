@@ -225,13 +225,6 @@ class Code:
             self.store(self.load(pointer, index + i, element), place, i)
         return self.load_vector(place, 0, element, lanes)
 
-    def store_part(self, value: Value, pointer: Value, index: Number, count: Value) -> None:
-        """Change `count` float32 elements of an array from `index` on to the first ones of a vector."""
-        place = self.scratch(value.llvm.type.count, F32)
-        self.store_vector(value, place, 0)
-        with self.loop(0, count) as i:
-            self.store(self.load(place, i, F32), pointer, index + i)
-
     def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""
         with self.builder.goto_entry_block():

@@ -64,6 +64,16 @@ def storer(dtype: str, lanes: int) -> Callable[[Code, Value, Value, Value], None
     return store
 
 
+def store_part(code: Code, dtype: str, x: Value, array: Value, index: Value, count: Value) -> None:
+    """Write the store of the first `count` float32 numbers of a vector into an array, as `storer` does."""
+    lanes = x.llvm.type.count
+    element, _ = loader(dtype, lanes)
+    place = code.scratch(lanes, element)
+    storer(dtype, lanes)(code, x, place, index * 0)
+    with code.loop(0, count) as i:
+        code.store(code.load(place, i, element), array, index + i)
+
+
 def _bits(code: Code, x: Value) -> Value:
     return code.cast("bitcast", x, I32)
 

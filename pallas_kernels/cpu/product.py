@@ -20,6 +20,7 @@ from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import MOST_GROUPS, Matrix, has_code, num_arrays
+from pallas_kernels.cpu.numbers import LOADED, loader, store_part, storer
 from pallas_kernels.cpu.stream import Block
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.cpu.tiles import Tiles
@@ -32,7 +33,8 @@ FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 10  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 11  # part of the targets' names: executables on disk must not call a function of other arguments
+RESULTS = LOADED[:3]  # dtypes of results
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
 
@@ -47,6 +49,7 @@ class Spec(NamedTuple):
         dots: whether x and weights are bfloat16, and multiplied so. Otherwise x is float32.
         tiles: whether this is in tile registers, with a further result for packed rows of x.
         adds: whether arrays are added to the sums; they follow those of the weights.
+        dtype: that of the results, one of `RESULTS`.
     """
 
     form: Format
@@ -58,6 +61,7 @@ class Spec(NamedTuple):
     dots: bool = False
     tiles: bool = False
     adds: bool = False
+    dtype: str = "float32"
 
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
@@ -66,7 +70,9 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
     if x_ti.dtype == jnp.float64 or empty or not all(map(has_code, weights)):
         return reference.product(x_ti, weights, options)
     if len({(weight.format, _bias_dtype(weight)) for weight in weights}) == 1 and options.activation in ACTIVATIONS:
-        return tuple(y_to.astype(options.dtype or x_ti.dtype) for y_to in _call(x_ti, weights, options))
+        dtype = jnp.dtype(options.dtype or x_ti.dtype)
+        stored = replace(options, dtype=dtype if dtype.name in RESULTS else jnp.float32)
+        return tuple(y_to.astype(dtype) for y_to in _call(x_ti, weights, stored))
     plain = ProductOptions(dtype=jnp.float32, **_rows_of(options))
     sums = [_call(x_ti, (weight._replace(bias=None),), plain)[0] for weight in weights]
     return reference.finished(sums, weights, options, x_ti.dtype)
@@ -81,20 +87,22 @@ def _rows_of(options: ProductOptions) -> dict[str, Any]:
 
 
 def _define(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
-    return reference.product(x_ti, weights, replace(options, dtype=jnp.float32))
+    return reference.product(x_ti, weights, options)
 
 
 @with_derivatives(_define)
 def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
-    """Return the results [T, O] float32 of weights of one form."""
+    """Return the results [T, O] of weights of one form, in one of the dtypes of `RESULTS`."""
     form, bias, has_experts = weights[0].format, _bias_dtype(weights[0]), options.sizes_e is not None
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
     adds = options.added is not None
-    tiles = dots and machine.has_bf16_tiles
-    spec = Spec(form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds)
+    tiles, dtype = dots and machine.has_bf16_tiles, jnp.dtype(options.dtype)
+    spec = Spec(
+        form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds, dtype.name
+    )  # fmt: skip
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     if tiles:
         results.append(jax.ShapeDtypeStruct(amx.packed_shape(*x_ti.shape), jnp.int32))
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
@@ -241,7 +249,7 @@ class _Writer:
             for weight in self._weights():
                 width = self._outputs(weight)
                 with code.loop(self._rows_of(experts - 1)[1] * width, rows * width) as i:
-                    code.store(code.value(0.0, F32), self.call.result(weight), i)
+                    self._clear(self.call.result(weight), i)
 
     def _block(self, block: Value, expert: Value, start_t: Value, stop_t: Value) -> None:
         """Write a block of outputs for the rows from `start_t` to below `stop_t`."""
@@ -276,7 +284,11 @@ class _Writer:
                 code.when(self._int(WANTED, t).compare("==", 0)),
                 code.loop(first + start_o, first + stop_o) as at,
             ):
-                code.store(code.value(0.0, F32), y, at)
+                self._clear(y, at)
+
+    def _clear(self, y: Value, at: Value) -> None:
+        kind, _ = loader(self.spec.dtype, 1)
+        self.code.store(self.code.value(0, kind), y, at)
 
     def _input(self) -> amx.Input:
         return amx.Input(self.call, X, len(self._weights()))
@@ -307,7 +319,7 @@ class _Writer:
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop) = self.code, self.lanes, bounds
-        width = matrices[0].outputs
+        width, store = matrices[0].outputs, storer(self.spec.dtype, lanes)
         last = stop - (stop - start) % lanes
 
         def result(of_row: Value, at: Value, o: Value, load: Callable[..., Value]) -> Value:
@@ -324,11 +336,11 @@ class _Writer:
             t = code.load(rows, r, I64)
             at, of_row = t * width, writer.place(r, t) * writer.width
             with code.loop(start, last, lanes) as o:
-                code.store_vector(result(of_row, at, o, code.load_vector), y, at + o)
+                store(code, result(of_row, at, o, code.load_vector), y, at + o)
             with code.when(last.compare("<", stop)):
                 left = stop - last
                 vector = result(of_row, at, last, partial(code.load_part, count=left))
-                code.store_part(vector, y, at + last, left)
+                store_part(code, self.spec.dtype, vector, y, at + last, left)
 
 
 class _Vectors:

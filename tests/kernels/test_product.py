@@ -68,6 +68,24 @@ def test_products_of_bfloat16(rows, depth):
     assert_product(OPS["cpu"].product(x_ti, weight, dtype=jnp.float32), exact, depth)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.deep), 20])
+def test_results_of_16_bits_are_rounded_once(dtype, rows):
+    """With outputs that are no whole vector, rows that are not wanted, experts, and numbers past those of float16."""
+    for form, x_dtype in (("float32", "float32"), ("int8", "float32"), ("bfloat16", "bfloat16")):
+        x_ti = x_of(rows, 128, x_dtype).at[0, 0].set(1e6)
+        wanted = dict(wanted_t=jnp.arange(rows) != 3)
+        of_experts = dict(sizes_e=jnp.array([rows // 2, 0, rows - rows // 2 - 1]))  # a row belongs to none
+        for shape, options in (((), wanted), ((), {"activation": "silu"}), ((3,), of_experts)):
+            weight = weight_in(FORMS[form], *shape, 50, 128, bias="float32")
+            found, whole = (
+                OPS["cpu"].product(x_ti, weight, up=weight, dtype=each, **options) for each in (dtype, "float32")
+            )
+            assert found.dtype == dtype
+            expected = whole.astype(dtype).astype(jnp.float32)
+            np.testing.assert_array_equal(found.astype(jnp.float32), expected, err_msg=form)
+
+
 @pytest.mark.parametrize("depth", [20, 50, WHOLE + 7])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp8"])
 def test_the_end_of_a_row_that_is_no_whole_vector(name, depth):

@@ -27,8 +27,8 @@ from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from jpaged.runtime.batch import Bucket
-from jpaged.runtime.sampler import _gumbel
 from pallas_kernels import Kernels, mosaic, reference, triton
+from pallas_kernels.sampling import gumbel
 from tests.kernels import mosaic_interpreter, triton_interpreter
 from tests.kernels.implementations import kernels_of
 from tests.support.runners import runner_of
@@ -135,7 +135,7 @@ def _margin(sequence) -> float:
         if request.params.temperature:
             position, seed = len(request.prompt_token_ids) + i, request.seed + sequence.index
             every = np.arange(VOCAB, dtype=np.int32)[None]
-            scores = scores + np.asarray(_gumbel(np.uint32([[0, seed]]), np.int32([position]), every))[0]
+            scores = scores + np.asarray(gumbel(np.uint32([[0, seed]]), np.int32([position]), every))[0]
         assert scores.argmax() == sample.token
         best, second = np.sort(scores)[::-1][:2]
         margin = min(margin, best - second)

@@ -20,6 +20,7 @@ from jpaged.runtime.sampling_row import COLUMNS, NEUTRAL, ROW, ROW_WORDS
 from jpaged.runtime.sampling_settings import Settings
 from jpaged.runtime.step import Step, forward, sampling_of
 from pallas_kernels import Weight
+from tests.kernels.implementations import kernels_of
 from tests.runtime.caches import placement_of
 
 LLAMA = ModelConfig(
@@ -180,7 +181,8 @@ def test_samples_are_the_last_tokens_of_their_rows():
     """The token before a sample is counted if it is output; a negative one is the last sample of a row."""
     graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten([params])
-    step = Step(graphdef, treedef, None, {}, placement_of(LLAMA))
+    cache = KVCache.of(LLAMA, 4, "float32", kernels_of(pallas_kernels.reference))
+    step = Step(graphdef, treedef, cache, {}, placement_of(LLAMA))
     samples = np.full(4, NEUTRAL)
     samples["rows"], samples["stateful"], samples["num_prompt_tokens"] = (0, 2, 3, -1), (1, 1, 1, 0), 4
     samples["positions"], samples["last_tokens"] = (5, 5, 4, 5), (7, -2, 8, 9)

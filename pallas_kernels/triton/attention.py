@@ -86,7 +86,7 @@ def _attention_kernel(
             def step(j: jax.Array, carry: Carry) -> Carry:
                 o_rh, max_r, sum_r = carry
                 key_c = j * tile + iota(tile)
-                exists_c = key_c < last
+                exists_c = (key_c >= first) & (key_c < last)
                 block_c = plt.load(table_sw_ref.at[seq, lax.div(key_c, block_size)], mask=exists_c, other=0)
                 at_ch = block_c[:, None], head, lax.rem(key_c, block_size)[:, None], column_h[None, :]
                 exists_ch = jnp.broadcast_to(exists_c[:, None], (tile, h))  # unwritten slots may be NaN

@@ -35,7 +35,9 @@ SLOW_IN = {
         "block 8, head dim 128", "block 16", "padding only", "prompts, chunks and decodes", SMALL,
     },
     CPU: SLOW | SINGLE - {"peaked", "block 64, float16", "head dim 80"} | {SMALL},
-    TRITON: SLOW | SINGLE | {"block 8, head dim 128", "padding only", "prompts, chunks and decodes", SMALL},
+    TRITON: SLOW | SINGLE - {"window, capped"} | {
+        "block 8, head dim 128", "padding only", "prompts, chunks and decodes", SMALL,
+    },
     MOSAIC: SLOW | SINGLE | {
         "block 8, head dim 128", "padding only", "sinks, window, capped, fp8", "block 16",
         "prompts, chunks and decodes",

@@ -1,6 +1,7 @@
 """The scheduler's work grows with the running sequences, not with the waiting requests: the instructions of Python are
 counted in each case of benchmarks/engine/scheduler.py."""
 
+import gc
 import json
 import sys
 import threading
@@ -20,13 +21,17 @@ def every_second(first: int) -> list:
 
 
 def count_instructions(function) -> int:
-    """Return the number of bytecode instructions that a call executes, without those of other threads."""
+    """Return the number of bytecode instructions that a call executes, without those of other threads.
+
+    No garbage is collected meanwhile: that would run the finalizers of objects of earlier tests.
+    """
     monitoring, tool, count, thread = sys.monitoring, sys.monitoring.PROFILER_ID, 0, threading.get_ident()
 
     def add(code, offset):
         nonlocal count
         count += threading.get_ident() == thread
 
+    gc.disable()
     monitoring.use_tool_id(tool, "instructions")
     try:
         monitoring.register_callback(tool, monitoring.events.INSTRUCTION, add)
@@ -35,6 +40,7 @@ def count_instructions(function) -> int:
     finally:
         monitoring.set_events(tool, 0)
         monitoring.free_tool_id(tool)
+        gc.enable()
     return count
 
 

@@ -31,8 +31,8 @@ CHUNK, LENGTH = 24, PROMPT + NEW_TOKENS
 TOLERANCE = 1e-4
 
 
-# One of each module, with as many of its variations as one config can have. Those of which attention or the pool has
-# something that others lack go through the paged path: windows with other ropes, states, soft caps, sinks, no rope.
+# One case of each module, with as many of its variations as one config can have. Cases with special attention or pools
+# use the paged path: windows with other ropes, states, soft caps, sinks, no rope.
 PAGED = ("gemma3", "qwen3.5")
 ONE_PREFILL = ("gemma2", "gpt-oss", "opt-350m")
 WHOLE = (

@@ -28,7 +28,7 @@ WAYS = [
     for name in checkpoints.CASES
     for way, chunk in CHUNKS.items()
 ]
-# Those that do not go through the paged path in the usual tier.
+# Cases without the paged path in the usual tier.
 WHOLE = [pytest.param(name, marks=pytest.mark.deep if (name, "chunks") in USUAL else []) for name in checkpoints.CASES]
 
 

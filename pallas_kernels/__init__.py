@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import (
     takes_weight,
 )
 from pallas_kernels.ops import Ops, load
-from pallas_kernels.options import CONTINUES, NO_STATE, Chains, Masks
+from pallas_kernels.options import CONTINUES, NO_STATE, Chains, LowRank, Masks
 from pallas_kernels.reference import ROW_ORDER, merge_attention, rotate
 from pallas_kernels.selftest import SelfTest
 from pallas_kernels.weights import Weight
@@ -30,7 +30,7 @@ from pallas_kernels.weights import Weight
 _reference = Ops(load(REFERENCE))
 write_kv, copy_blocks = _reference.write_kv, _reference.copy_blocks
 paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attention, _reference.ragged_paged_attention
-product, products = _reference.product, _reference.products
+product, products, low_rank = _reference.product, _reference.products, _reference.low_rank
 delta_rule, causal_conv = _reference.delta_rule, _reference.causal_conv
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "ROW_ORDER",
     "Chains",
     "Kernels",
+    "LowRank",
     "Masks",
     "Ops",
     "SelfTest",
@@ -49,6 +50,7 @@ __all__ = [
     "delta_rule",
     "has_products",
     "load",
+    "low_rank",
     "merge_attention",
     "paged_decode_attention",
     "product",

@@ -17,6 +17,7 @@ from pallas_kernels.options import (
     AttentionOptions,
     Chains,
     Contexts,
+    LowRank,
     Masks,
     Pools,
     ProductOptions,
@@ -34,7 +35,7 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads per KV head
 
-RECURRENT_DTYPES = ("float32", "bfloat16", "float16")  # of the inputs of recurrent layers
+FLOATS = ("float32", "bfloat16", "float16")  # of the inputs of recurrent layers and of matrices of low rank
 
 CPU_HEAD_DIM = 16  # head dims of pools for the CPU kernels are multiples of it
 
@@ -254,6 +255,23 @@ def check_noise(seeds_s2: jax.Array, positions_s: jax.Array, num_rows: int) -> N
     check_array("positions_s", positions_s, (num_rows,), jnp.int32)
 
 
+def check_low_rank(x_ti: jax.Array, pairs: Sequence[LowRank], slots_t: jax.Array) -> None:
+    """Raise ValueError for a wrong shape or dtype of the arguments of `low_rank`."""
+    if x_ti.ndim != 2 or x_ti.dtype.name not in FLOATS:
+        raise ValueError(f"x_ti is {x_ti.dtype}{list(x_ti.shape)}, expected [T, I] of {_either(FLOATS)}")
+    check_array("slots_t", slots_t, x_ti.shape[:1], jnp.int32)
+    if not pairs:
+        raise ValueError("pairs: there are none")
+    first, inputs = pairs[0].a, x_ti.shape[1]
+    if first.ndim != 3 or first.dtype.name not in FLOATS or 0 in first.shape:
+        raise ValueError(f"a is {first.dtype}{list(first.shape)}, expected [N, R, {inputs}] of {_either(FLOATS)}")
+    for a, b in pairs:
+        check_array("a", a, (*first.shape[:2], inputs), first.dtype)
+        if b.ndim != 3 or 0 in b.shape:
+            raise ValueError(f"b has shape {list(b.shape)}, expected [N, R, O] with none of them 0")
+        check_array("b", b, (*first.shape[:2], b.shape[2]), first.dtype)
+
+
 def _check_chains_arrays(chains: Chains) -> None:
     """Check the shapes and dtypes of chains."""
     if chains.reads_s.ndim != 1 or len(chains.reads_s) == 0:
@@ -265,8 +283,8 @@ def _check_chains_arrays(chains: Chains) -> None:
 
 
 def _check_float(name: str, array: jax.Array) -> None:
-    if array.dtype not in RECURRENT_DTYPES:
-        raise ValueError(f"{name} is {array.dtype}, expected {_either(RECURRENT_DTYPES)}")
+    if array.dtype not in FLOATS:
+        raise ValueError(f"{name} is {array.dtype}, expected {_either(FLOATS)}")
 
 
 def _check_head_dim(name: str, head_dim: int, pool_head_dim: int) -> None:

@@ -54,6 +54,7 @@ GROUPS = {
     "KV writes": ("write_kv",),
     "block copies": ("copy_blocks",),
     "products": ("product",),
+    "matrices of low rank": ("low_rank",),
     "recurrent layers": ("delta_rule", "causal_conv"),
     "sampling": ("argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top"),
 }

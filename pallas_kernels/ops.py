@@ -6,14 +6,15 @@ sequences of the batch nor on the chunks of a prompt. A slot that no sequence ha
 A pool's head dim may be larger than the head dim of q, k and v: the further columns hold zeros. Thus a kernel serves
 smaller head dims than its own. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
-Arguments are arrays of jax or NumPy. Only `product` has derivatives: `jax.grad` through any other op is an error.
+Arguments are arrays of jax or NumPy. `product` and `low_rank` have derivatives: `jax.grad` through any other op is an
+error.
 
 All ops raise ValueError for shapes and dtypes that do not fit together, and NotImplementedError for arguments that the
 implementation does not support.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import checks, recurrent, reference, sampling
+from pallas_kernels import checks, lora, recurrent, reference, sampling
 from pallas_kernels.options import (
     AttentionOptions,
     Chains,
     Contexts,
+    LowRank,
     Masks,
     OutputAndLse,
     Pools,
@@ -44,7 +46,8 @@ class Implementation(NamedTuple):
 
     The attention functions return the output and the log-sum-exp. `ragged_paged_attention` takes `cu_q_lens_s1` and
     `decode_s` before the options. `skips_rows`: whether products cost nothing for single rows that `wanted_t` leaves
-    out. `least_rows`: number of rows up to which a product costs as much as that of one row.
+    out. `least_rows`: number of rows up to which a product costs as much as that of one row. `low_rank`: None if it is
+    computed by products.
     """
 
     write_kv: Callable[[Pools, jax.Array, jax.Array, jax.Array, WriteOptions], Written]
@@ -54,6 +57,7 @@ class Implementation(NamedTuple):
     product: Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]] = reference.product
     skips_rows: bool = False
     least_rows: int = 1
+    low_rank: Callable[[jax.Array, Sequence[LowRank], jax.Array], tuple[jax.Array, ...]] | None = None
     delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.delta_rule
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.causal_conv
     argmax_and_lse: Callable[..., tuple[jax.Array, jax.Array]] = sampling.argmax_and_lse
@@ -64,7 +68,9 @@ class Implementation(NamedTuple):
 
 
 # Ops that a module may lack. The definition in jnp stands in for them.
-OPTIONAL = ("product", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top")
+OPTIONAL = (
+    "product", "low_rank", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top",
+)  # fmt: skip
 
 
 def load(module: str, tiles: Mapping[str, Tiles] | None = None) -> Implementation:
@@ -264,6 +270,21 @@ class Ops:
     ) -> tuple[jax.Array, ...]:
         """Compute the products of the same rows with several weights, as `product` does, in one pass."""
         return self._multiply(x_ti, weights, ProductOptions(None, False, dtype, wanted_t, sizes_e, tokens_m, added))
+
+    def low_rank(self, x_ti: jax.Array, pairs: Sequence[LowRank], slots_t: jax.Array) -> tuple[jax.Array, ...]:
+        """Compute B (A x) of each row with the matrices of its slot, for each of some pairs, in float32.
+
+        Args:
+            x_ti: [T, I], float32, bfloat16 or float16.
+            pairs: matrices of one dtype, of the same slots and rank.
+            slots_t: [T] int32, the slot of each row; -1: it has none.
+
+        Returns:
+            [T, O] float32 for each pair; -0 for rows without a slot, which leaves the bits of sums that it is added to.
+        """
+        checks.check_low_rank(x_ti, pairs, slots_t)
+        compute = self.implementation.low_rank or partial(lora.low_rank, self.implementation.product)
+        return compute(x_ti, pairs, slots_t)
 
     def delta_rule(
         self,

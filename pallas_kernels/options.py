@@ -94,6 +94,18 @@ class WriteOptions:
         return None if self.cos_t is None or self.sin_t is None else (self.cos_t, self.sin_t)
 
 
+class LowRank(NamedTuple):
+    """Matrices of low rank that are added to a weight [O, I], one pair for each of N slots.
+
+    Attributes:
+        a: [N, R, I], float32, bfloat16 or float16.
+        b: [N, R, O], of the same dtype.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:

@@ -7,11 +7,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.options import ProductOptions
-from pallas_kernels.weights import Weight
-
-Product = Callable[[jax.Array, tuple[Weight, ...], ProductOptions], tuple[jax.Array, ...]]
-
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def no_derivative[T](op: str, arrays: T) -> T:
@@ -54,11 +49,11 @@ def varying_like[T](x: T, like: Any) -> T:
     return marked
 
 
-def with_derivatives(define: Product) -> Callable[[Product], Product]:
-    """Return a decorator that gives an implementation of `product` the derivatives of a definition."""
+def with_derivatives[**P, R](define: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that gives an implementation of an op the derivatives of a definition."""
 
-    def decorate(multiply: Product) -> Product:
-        op = jax.custom_jvp(multiply)
+    def decorate(compute: Callable[P, R]) -> Callable[P, R]:
+        op = jax.custom_jvp(compute)
 
         @op.defjvp
         def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ INNER = ("lora", "lora_params")  # names of an `nnx.LoRA` below the layer that i
 
 
 def adapter_of(source: Any, scale: float = 1.0) -> Adapter:
-    """Return the adapter that a trainer holds. Nothing is copied but the two transposes of each layer.
+    """Return the adapter that a trainer holds. Nothing is copied but the transpose of a matrix of each layer.
 
     Args:
         source: an `Adapter`; an `nnx.Module` or `nnx.State`; or nested dicts. A layer's matrices are `lora_a` [I, r]
@@ -42,5 +42,5 @@ def adapter_of(source: Any, scale: float = 1.0) -> Adapter:
     for layer, pair in found.items():
         if len(pair) < 2:
             raise ValueError(f"adapter: {layer} lacks {'lora_b' if 'lora_a' in pair else 'lora_a'}")
-    pairs = {layer: Pair(pair["lora_a"].T, pair["lora_b"].T) for layer, pair in found.items()}
+    pairs = {layer: Pair(pair["lora_a"].T, pair["lora_b"]) for layer, pair in found.items()}
     return Adapter(pairs, dict.fromkeys(pairs, float(scale)))

@@ -1,12 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): their values, their slots on the device, and their part of a step.
 
-A layer with an adapter computes W x + B (s A) x, in two further products for all rows of a step. Where products of
-groups of rows cost no more than the rows (`SlotsForm.grouped`), the rows of a slot are a group, and only slots in use
-are read. Elsewhere adapters of all slots lie side by side in one A and one B, and each row keeps the columns of its own
-slot. To a row without an adapter -0 is added, which leaves the bits of its sums as they are.
+A layer with an adapter computes W x + B^T (s A) x, with the op `low_rank` for all rows of a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -17,14 +14,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jpaged.models.base import Model
-from jpaged.models.layers import Linear, Product, Products, weight_of
-from pallas_kernels import Weight
+from jpaged.models.layers import Linear, Names, weight_of
+from pallas_kernels import LowRank
 
 ALIGNMENT = 16  # ranks of a slot: a slot begins where a vector does, so that its place changes no sum
 
 
 class Pair(NamedTuple):
-    """Matrices of an adapter for one layer, A [r, I] and B [O, r], or of all slots."""
+    """Matrices of an adapter for one layer, A [r, I] and B [r, O]."""
 
     a: Any
     b: Any
@@ -43,9 +40,9 @@ class Adapter:
     scales: Mapping[str, float]
 
 
-# Adapters on the device, for each layer in the order of `SlotsForm.layers`: A [N R, I] and B [O, N R]; of groups
-# A [N, R, I] and B [N, O, R]. A has been multiplied by the layer's factor.
-type Slots = tuple[Pair, ...]
+# Adapters on the device, for each layer in the order of `SlotsForm.layers`. A is multiplied by the layer's factor.
+type Slots = tuple[LowRank, ...]
+type Multiply = Callable[[jax.Array, Sequence[LowRank], jax.Array], tuple[jax.Array, ...]]  # as `Ops.low_rank`
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,16 @@ class SlotsForm:
 
     Attributes:
         layers: outputs and inputs of each layer that an adapter may change.
+        axes: the names of these axes of its weight.
         size: N, the number of slots.
         max_rank: the largest rank of an adapter.
-        grouped: whether slots are groups of rows.
     """
 
     layers: Mapping[str, tuple[int, int]]
+    axes: Mapping[str, Names]
     size: int
     max_rank: int
     dtype: str
-    grouped: bool = False
 
     @property
     def rank(self) -> int:
@@ -72,9 +69,11 @@ class SlotsForm:
 
     def empty(self) -> Slots:
         """Return slots without adapters."""
-        groups, columns = ((self.size,), self.rank) if self.grouped else ((), self.size * self.rank)
-        shapes = [Pair((*groups, columns, i), (*groups, o, columns)) for o, i in self.layers.values()]
-        return tuple(Pair(*(jnp.zeros(shape, self.dtype) for shape in pair)) for pair in shapes)
+        shape = self.size, self.rank
+        return tuple(
+            LowRank(jnp.zeros((*shape, inputs), self.dtype), jnp.zeros((*shape, outputs), self.dtype))
+            for outputs, inputs in self.layers.values()
+        )
 
     def check(self, adapter: Adapter) -> None:
         """Raise ValueError if an adapter does not fit; the message names the layer and the limit."""
@@ -84,8 +83,8 @@ class SlotsForm:
             if name not in self.layers:
                 raise ValueError(f"adapter: {name} is no linear layer of the model that an adapter may change")
             outputs, inputs = self.layers[name]
-            if a.ndim != 2 or b.ndim != 2 or (a.shape[1], b.shape[0]) != (inputs, outputs) or len(a) != b.shape[1]:
-                shapes = f"A {[*a.shape]} and B {[*b.shape]}"
+            if a.ndim != 2 or b.ndim != 2 or (a.shape[1], b.shape[1]) != (inputs, outputs) or len(a) != len(b):
+                shapes = f"A {[*a.shape]} and B {[*b.T.shape]}"
                 raise ValueError(f"adapter: {name} has {shapes}, expected [r, {inputs}] and [{outputs}, r]")
             if len(a) > self.max_rank:
                 raise ValueError(f"adapter: {name} has rank {len(a)}, more than max_lora_rank ({self.max_rank})")
@@ -97,93 +96,61 @@ class SlotsForm:
 
     def padded(self, adapter: Adapter) -> Slots:
         """Return an adapter as a single slot: all layers, zeros where it changes nothing."""
-        pairs, numpy = [], not any(isinstance(a, jax.Array) for a, _ in adapter.pairs.values())
-        module: Any = np if numpy else jnp
+        module: Any = jnp if any(isinstance(a, jax.Array) for a, _ in adapter.pairs.values()) else np
+        slots = []
         for name, (outputs, inputs) in self.layers.items():
-            nothing = Pair(np.zeros((0, inputs), np.float32), np.zeros((outputs, 0), np.float32))
-            pair = adapter.pairs.get(name, nothing)
+            nothing = Pair(*(np.zeros((0, width), np.float32) for width in (inputs, outputs)))
+            a, b = cast(tuple[Any, Any], adapter.pairs.get(name, nothing))
             if (scale := adapter.scales.get(name, 1.0)) != 1:
-                pair = pair._replace(a=pair.a.astype(np.float32) * np.float32(scale))
-            rest = self.rank - len(pair.a)
-            if rest:
-                pair = Pair(module.pad(pair.a, ((0, rest), (0, 0))), module.pad(pair.b, ((0, 0), (0, rest))))
-            pairs.append(pair)
-        as_served = lambda array: (array[None] if self.grouped else array).astype(self.dtype, copy=False)
-        served: Slots = jax.tree.map(as_served, tuple(pairs))
-        return served
+                a = a.astype(np.float32) * np.float32(scale)
+            if rest := self.rank - len(a):
+                a, b = (module.pad(x, ((0, rest), (0, 0))) for x in (a, b))
+            slots.append(LowRank(*(x[None].astype(self.dtype, copy=False) for x in (a, b))))
+        return tuple(slots)
 
 
-def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike, *, grouped: bool = False) -> SlotsForm:
+def slots_form(model: Model, size: int, max_rank: int, dtype: DTypeLike) -> SlotsForm:
     """Return the form of `size` slots for a model. All linear layers but the head may be changed."""
-    layers = {}
+    layers, axes = dict[str, tuple[int, int]](), dict[str, Names]()
     for path, module in nnx.iter_modules(cast(nnx.Module, model)):
         name = ".".join(map(str, path))
         if isinstance(module, Linear) and name != "lm_head":
             outputs, inputs = jax.eval_shape(lambda module=module: weight_of(module).dense()).shape
             layers[name] = outputs, inputs
-    return SlotsForm(layers, size, max_rank, str(jnp.dtype(dtype)), grouped)
+            axes[name] = module.weight.get_metadata().get("out_sharding") or (None, None)
+    return SlotsForm(layers, axes, size, max_rank, str(jnp.dtype(dtype)))
 
 
 def write_slot(slots: Slots, adapter: Slots, slot: jax.Array) -> Slots:
     """Return slots with one of them, an int32 scalar, replaced by an adapter, which has one slot."""
-    place, pairs = jax.lax.dynamic_update_slice_in_dim, []
-    for (all_a, all_b), (a, b) in zip(slots, adapter):
-        columns = 0 if b.ndim == 3 else 1  # the axis of the slots in B
-        first_a, first_b = slot * a.shape[0], slot * b.shape[columns]
-        pairs.append(Pair(place(all_a, a, first_a, axis=0), place(all_b, b, first_b, axis=columns)))
-    return tuple(pairs)
+    replace = lambda all_slots, one: jax.lax.dynamic_update_slice_in_dim(all_slots, one, slot, axis=0)
+    written: Slots = jax.tree.map(replace, slots, adapter)
+    return written
 
 
-def attach_one(model: Model, adapter: Adapter, num_rows: int, dtype: str, *products: Any) -> None:
+def attach_one(model: Model, adapter: Adapter, num_rows: int, dtype: str, low_rank: Multiply) -> None:
     """Let the layers of a model add the results of one adapter to all rows.
 
     Args:
         dtype: that of the matrices in the products.
-        products: the functions of products, as `Adapting` takes them.
     """
     form = slots_form(model, 1, max(pair.a.shape[0] for pair in adapter.pairs.values()), dtype)
     slots = jax.tree.map(jnp.asarray, form.padded(adapter))
-    Adapting(slots, form, jnp.zeros(num_rows, jnp.int32), *products).attach(model)
+    attach(model, form, slots, jnp.zeros(num_rows, jnp.int32), low_rank)
 
 
-class Adapting:
-    """Adapters of the rows of a step, as a model's layers call them.
+def attach(model: Model, form: SlotsForm, slots: Slots, slots_t: jax.Array, low_rank: Multiply) -> None:
+    """Let the layers of a model add their adapters' results to their sums.
 
     Args:
         slots_t: [T] int32, the slot of each row; -1: it has no adapter.
-        product, products: the products of a step, as in `Linear`.
     """
 
-    def __init__(self, slots: Slots, form: SlotsForm, slots_t: jax.Array, product: Product, products: Products):
-        self._slots, self._numbers = slots, {name: i for i, name in enumerate(form.layers)}
-        self._slots_t, self._product, self._products = slots_t, product, products
-        self._grouped = form.grouped
-        is_own_tn = slots_t[:, None] == jnp.arange(form.size)
-        if form.grouped:
-            self._order_t = jnp.argsort(jnp.where(slots_t < 0, form.size, slots_t))
-            self._places_t = jnp.argsort(self._order_t)
-            self._sizes_n = is_own_tn.sum(0, dtype=jnp.int32)
-        else:
-            self._is_own_tc = jnp.repeat(is_own_tn, form.rank, axis=1)
-
-    def attach(self, model: Model) -> None:
-        """Let the layers of a model add their adapters' results to their sums."""
-        for path, module in nnx.iter_modules(cast(nnx.Module, model)):
-            if (number := self._numbers.get(".".join(map(str, path)))) is not None:
-                module.adapter = (self, number)  # type: ignore[attr-defined]
-
-    def __call__(self, x_ti: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, ...]:
+    def adapt(x_ti: jax.Array, names: Sequence[str]) -> tuple[jax.Array, ...]:
         """Return the results [T, O] float32 of some layers' adapters for rows of the same input."""
-        options = {}
-        if self._grouped:
-            x_ti = x_ti[self._order_t]
-            options = {"sizes_e": self._sizes_n, "tokens_m": self._order_t}
-        pairs = [self._slots[number] for number in numbers]
-        reduced = self._products(x_ti, *(Weight(pair.a) for pair in pairs), dtype=jnp.float32, **options)
-        results = []
-        for pair, z_tc in zip(pairs, reduced, strict=True):
-            own_tc = z_tc if self._grouped else jnp.where(self._is_own_tc, z_tc, 0)
-            y_to = self._product(own_tc, Weight(pair.b), dtype=jnp.float32, **options)
-            y_to = y_to[self._places_t] if self._grouped else y_to
-            results.append(jnp.where(self._slots_t[:, None] < 0, -0.0, y_to))
-        return tuple(results)
+        return low_rank(x_ti, [by_name[name] for name in names], slots_t)
+
+    by_name = dict(zip(form.layers, slots, strict=True))
+    for path, module in nnx.iter_modules(cast(nnx.Module, model)):
+        if (name := ".".join(map(str, path))) in by_name:
+            module.adapter = (adapt, name)  # type: ignore[attr-defined]

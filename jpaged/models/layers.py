@@ -52,11 +52,11 @@ class Linear(nnx.Module):
     `jpaged.models.quantized` may replace the weight by a quantized one, and add `weight_scale` and `weight_min`.
 
     Attributes:
-        adapter: the adapters of a step, as `jpaged.models.adapters.Adapting`, and the layer's number there; None: the
-            step has none.
+        adapter: the function of a step's adapters, as `jpaged.models.adapters.attach` makes it, and the layer's name;
+            None: the step has none.
     """
 
-    adapter: tuple[Callable[..., tuple[jax.Array, ...]], int] | None = None
+    adapter: tuple[Callable[..., tuple[jax.Array, ...]], str] | None = None
 
     product: Product = staticmethod(pallas_kernels.product)
     products: Products = staticmethod(pallas_kernels.products)
@@ -94,7 +94,7 @@ def _added(x_ti: jax.Array, layers: Sequence[Linear]) -> dict[str, tuple[jax.Arr
         return {}
     assert len(found) == len(layers), "all linear layers of a step have adapters, or none"
     adapt, _ = found[0]
-    return {"added": adapt(x_ti, [number for _, number in found])}
+    return {"added": adapt(x_ti, [name for _, name in found])}
 
 
 class Embedding(nnx.Module):

@@ -56,7 +56,7 @@ def read_adapter(directory: Path, config: ModelConfig, form: SlotsForm) -> Adapt
             scale = _scale(fields, module, len(a) if a.ndim == 2 else 0)
             for name, part in places[module]:
                 rows = slice(part.start, None if part.rows is None else part.start + part.rows)
-                pairs[name], scales[name] = Pair(a, b[rows]), scale
+                pairs[name], scales[name] = Pair(a, np.ascontiguousarray(b[rows].T)), scale
     return Adapter(pairs, scales)
 
 

@@ -16,7 +16,7 @@ import pallas_kernels
 from jpaged.config import BLOCK_SIZE
 from jpaged.core.params import InvalidParameter
 from jpaged.models.adapter_state import adapter_of
-from jpaged.models.adapters import Adapter, attach_one
+from jpaged.models.adapters import Adapter, Multiply, attach_one
 from jpaged.models.base import Attend, AttentionSpec, Model
 from jpaged.models.layers import set_products
 from jpaged.models.outputs import outputs_of
@@ -86,7 +86,7 @@ def token_logprobs(
     made = Adapter({}, {}) if adapter is None else adapter_of(adapter, scale)
     if jax.default_backend() != "cpu":
         model = cast(Model, nnx.merge(*nnx.split(cast(nnx.Module, model))))  # the caller's has no adapter
-        _adapt(model, made, tokens_bw.size, numerics or {}, pallas_kernels.product, pallas_kernels.products)
+        _adapt(model, made, tokens_bw.size, numerics or {}, pallas_kernels.low_rank)
         return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
     scales = tuple(sorted(made.scales.items()))
     graphdef, state = nnx.split(cast(nnx.Module, model))
@@ -100,11 +100,11 @@ def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
         raise InvalidParameter(name, f"must have the shape {list(shape)}, not {list(array.shape)}")
 
 
-def _adapt(model: Model, adapter: Adapter, num_rows: int, numerics: Mapping[str, Any], *products: Any) -> None:
+def _adapt(model: Model, adapter: Adapter, num_rows: int, numerics: Mapping[str, Any], low_rank: Multiply) -> None:
     """Attach an adapter, if it changes a layer, to a model."""
     if adapter.pairs:
         dtype = numerics.get("lora_dtype") or outputs_of(lambda _: model, None, model.config).attention_dtype
-        attach_one(model, adapter, num_rows, dtype, *products)
+        attach_one(model, adapter, num_rows, dtype, low_rank)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))  # operations one by one would round otherwise
@@ -122,7 +122,7 @@ def _engines_logprobs(
         state, pairs = arrays
         model = nnx.merge(graphdef, state)
         adapter = Adapter(pairs, dict(scales))
-        _adapt(model, adapter, size, dict(numerics), pallas_kernels.product, pallas_kernels.products)
+        _adapt(model, adapter, size, dict(numerics), pallas_kernels.low_rank)
         return _logprobs(model, tokens_bw, causal_attention(model, *tokens_bw.shape), truncation)
 
     def value(*args: Any) -> jax.Array:
@@ -130,9 +130,8 @@ def _engines_logprobs(
         (state, pairs), tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
         model = nnx.merge(graphdef, state)
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
-        products = cache.kernels.product, cache.kernels.products
-        set_products(model, *products)
-        _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), *products)
+        set_products(model, cache.kernels.product, cache.kernels.products)
+        _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), cache.kernels.low_rank)
         attend = paged_attention(model, cache, is_output_bw)
         lse = lambda logits_sv: cache.kernels.argmax_and_lse(logits_sv)[1]
         return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, lse)))

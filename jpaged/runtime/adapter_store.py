@@ -1,5 +1,7 @@
 """Adapters of a runner: all of them on the host, and those in use in slots on the device."""
 
+from typing import Any, cast
+
 import jax
 import numpy as np
 
@@ -8,6 +10,7 @@ from jpaged.core.plan import StepPlan
 from jpaged.models.adapters import Adapter, Slots, SlotsForm, write_slot
 from jpaged.runtime.identity import hash_arrays
 from jpaged.runtime.placement import Placement, usable
+from pallas_kernels import LowRank
 
 
 class AdapterStore:
@@ -21,8 +24,13 @@ class AdapterStore:
         self.form, self._placement = form, placement
         self._adapters: dict[int, Adapter] = {}
         self._fingerprints: dict[int, str] = {}
-        self._write = jax.jit(write_slot, donate_argnums=0, out_shardings=placement.whole)
-        self.slots: Slots | None = None if form is None else placement.put(form.empty())
+        self._shardings = _shardings(form, placement)
+        shardings = self._shardings, placement.whole, placement.whole
+        self._write = jax.jit(write_slot, donate_argnums=0, in_shardings=shardings, out_shardings=self._shardings)
+        self.slots: Slots | None = self._empty()
+
+    def _empty(self) -> Slots | None:
+        return None if self.form is None else jax.device_put(self.form.empty(), self._shardings)
 
     def check(self, command: LoadAdapter) -> None:
         """Raise ValueError if there are no slots, or the adapter does not fit them."""
@@ -43,20 +51,25 @@ class AdapterStore:
     def apply(self, plan: StepPlan) -> None:
         """Load a plan's adapters into their slots."""
         for number, slot in plan.adapters:
-            assert self.form is not None, "plans load adapters only into slots"
-            padded = self._placement.put(self.form.padded(self._adapters[number]))
-            self.slots = self._write(self.slots, padded, self._placement.put(np.int32(slot)))
+            self._load(self._adapters[number], slot)
+
+    def _load(self, adapter: Adapter, slot: int) -> None:
+        """Write an adapter into a slot. The call copies its arrays of NumPy to the device."""
+        assert self.form is not None, "plans load adapters only into slots"
+        place = lambda array: self._placement.put(array) if isinstance(array, jax.Array) else array
+        padded = jax.tree.map(place, self.form.padded(adapter))
+        with jax.transfer_guard("allow"):
+            self.slots = self._write(self.slots, padded, np.int32(slot))
 
     def recover(self) -> None:
         """Allocate the slots again, empty, if a failed load has lost them."""
-        if self.form is not None and not usable(jax.tree.leaves(self.slots)):
-            self.slots = self._placement.put(self.form.empty())
+        if not usable(jax.tree.leaves(self.slots)):
+            self.slots = self._empty()
 
     def warm_up(self) -> None:
         """Compile the load of an adapter."""
         if self.form is not None:
-            empty = self._placement.put(self.form.padded(Adapter({}, {})))
-            self.slots = self._write(self.slots, empty, self._placement.put(np.int32(0)))
+            self._load(Adapter({}, {}), 0)
 
     def fingerprint(self, number: int) -> str:
         """Return the hash of an adapter's arrays and scales."""
@@ -66,3 +79,12 @@ class AdapterStore:
                       for part, array in pair._asdict().items()}  # fmt: skip
             self._fingerprints[number] = hash_arrays(repr(dict(adapter.scales)), arrays)
         return self._fingerprints[number]
+
+
+def _shardings(form: SlotsForm | None, placement: Placement) -> tuple[LowRank, ...] | None:
+    """Return the shardings of slots: outputs and inputs are divided as those of the weights that they change."""
+    if form is None:
+        return None
+    forms = [(placement.of_axes(None, None, inputs), placement.of_axes(None, None, outputs))
+             for outputs, inputs in form.axes.values()]  # fmt: skip
+    return tuple(LowRank(*cast(tuple[Any, Any], form)) for form in forms)

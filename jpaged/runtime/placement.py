@@ -92,7 +92,10 @@ class Placement:
 
     def of(self, variable: nnx.Variable[Any]) -> NamedSharding:
         """Return the sharding of a parameter, by the names of its axes."""
-        names = variable.get_metadata().get("out_sharding") or ()
+        return self.of_axes(*(variable.get_metadata().get("out_sharding") or ()))
+
+    def of_axes(self, *names: str | None) -> NamedSharding:
+        """Return the sharding of an array by the names of its axes."""
         axes = (None if name == "vocab" and not self.splits_vocab else AXES.get(name) for name in names)
         return NamedSharding(self.mesh, P(*axes))
 

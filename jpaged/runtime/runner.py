@@ -49,8 +49,7 @@ class ModelRunner:
         pool_dtype: return the dtype of the KV pool for a dtype of keys.
         dtype, allow_copy: as in `ParamTree`.
         processed_logprobs: as in `Step`.
-        adapter_slots: return the form of the slots of adapters for a dtype of activations, `grouped` where products of
-            groups of rows cost no more than the rows; None: there are none.
+        adapter_slots: return the form of the slots of adapters for a dtype of activations; None: there are none.
 
     Attributes:
         kind: name of the module's class; modules of one config may differ.
@@ -97,9 +96,9 @@ class ModelRunner:
         windows, num_groups, has_states = cache.groups.windows, len(cache.groups.windows), bool(cache.states.layers)
         if has_states and placement.size > 1:
             raise NotImplementedError("tensor_parallel_size: models with recurrent layers run on one device")
-        if adapter_slots is not None and placement.size > 1:
-            raise NotImplementedError("tensor_parallel_size: adapters are served on one device")
-        slots = adapter_slots and adapter_slots(self.outputs.attention_dtype, grouped=kernels.skips_rows)
+        if adapter_slots is not None and placement.mesh.is_multi_process:
+            raise NotImplementedError("enable_lora: adapters are not served by several hosts that share a model")
+        slots = adapter_slots and adapter_slots(self.outputs.attention_dtype)
         self.adapters = AdapterStore(slots, placement)
         multiplies = placement.size == 1 and kernels.multiplies
         self.pads = not (multiplies and kernels.skips_rows)

@@ -14,7 +14,7 @@ from jax import lax
 import pallas_kernels
 from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.params import MAX_TOP
-from jpaged.models.adapters import Adapting, Slots, SlotsForm
+from jpaged.models.adapters import Slots, SlotsForm, attach
 from jpaged.models.base import AttentionSpec, LayerOps, Model
 from jpaged.models.layers import set_products
 from jpaged.runtime.batch import Batch, Bucket, Layout
@@ -73,13 +73,12 @@ def forward(
     def of_tokens(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return _of_rows(wanted_t, op, *args, **options)
 
-    product, products = pallas_kernels.product, pallas_kernels.products
     if kernels is not None:
-        product, products = partial(of_tokens, kernels.product), partial(of_tokens, kernels.products)
-        set_products(model, product, products)
+        set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
     if adapters is not None:
+        slots, form = adapters
         assert batch.adapters is not None, "slots have batches that choose from them"
-        Adapting(*adapters, batch.adapters, product, products).attach(model)
+        attach(model, form, slots, batch.adapters, (kernels or pallas_kernels).low_rank)
     convolve = lambda layer, *arguments: cache.states.convolve(states, layer, batch, *arguments)
     x_td = model(batch.tokens, batch.positions, LayerOps(attend, convolve, recur))
     return x_td, pool + states

@@ -322,9 +322,9 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
             logger.warning("quantization: XLA expands weights with groups in every step, which takes time and memory")
         return kernels
 
-    def adapter_slots(dtype: str, *, grouped: bool) -> SlotsForm:
+    def adapter_slots(dtype: str) -> SlotsForm:
         dtype = dtype if config.lora_dtype == "auto" else config.lora_dtype
-        return slots_form(model, config.max_loras, config.max_lora_rank, dtype, grouped=grouped)
+        return slots_form(model, config.max_loras, config.max_lora_rank, dtype)
 
     return ModelRunner(
         model, placement, resolved.limits, choose_kernels, config.pool_dtype,

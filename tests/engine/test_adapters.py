@@ -207,6 +207,24 @@ class TestLoading:
         assert len(core.runner.adapters._adapters) == len(NAMES)
         assert_slots(core.scheduler.rows.adapters, used=0)
 
+    def test_on_several_devices(self, llm, directory):
+        """Matrices are divided as the weights that they change, and updates compile nothing."""
+        divided = engine(directory, enable_lora=True, max_loras=2, max_lora_rank=8, tensor_parallel_size=2, exact=False)
+        store = divided.engine.runner.adapters
+        for number, name in enumerate(NAMES):
+            divided.load_adapter(name, tree_of(store.form, number, RANKS[number]), scale=1 + number / 4)
+        requests = asked()[:12]
+        tokens = lambda outputs: [[each.token_ids for each in output.outputs] for output in outputs]
+        assert tokens(generate(divided, requests)) == tokens(generate(llm, requests))
+        with Compilations() as compilations:
+            divided.load_adapter("a1", tree_of(store.form, 70, RANKS[1]))
+            generate(divided, [("abc", GREEDY, "a1")])
+        assert compilations.count == 0
+        size = lambda array: array.addressable_shards[0].data.nbytes / array.nbytes
+        parts = {name: (size(a), size(b)) for name, (a, b) in zip(store.form.layers, store.slots, strict=True)}
+        assert parts["layers.0.self_attn.q_proj"] == parts["layers.0.mlp.up_proj"] == (1, 0.5)
+        assert parts["layers.0.self_attn.o_proj"] == parts["layers.0.mlp.down_proj"] == (0.5, 1)
+
     def test_a_directory_by_a_request_of_vllms_form(self, llm, tmp_path):
         shapes = {
             "model.layers.0.self_attn.q_proj": llm.engine.runner.adapters.form.layers["layers.0.self_attn.q_proj"]

@@ -63,7 +63,9 @@ class _Writer:
     def __init__(self, spec: Spec, call: CallFrame):
         self.spec, self.call, self.code = spec, call, call.code
         machine = Machine.host()
-        self.lanes, self.tile_t = machine.lanes, 4 if machine.registers == 32 else 2
+        self.lanes = machine.lanes
+        # Rows and ranks of a tile of z, and rows of a tile of outputs: one sum in each of most registers.
+        self.tile_z, self.tile_t = ((3, UNIT_R), 4) if machine.registers == 32 else ((2, UNIT_R // 2), 2)
         self.num_rows, self.inputs = call.size(X, 0), call.size(X, 1)
         self.num_slots, self.rank = call.size(FIRST, 0), call.size(FIRST, 1)
         self.parts_r = (self.rank + (UNIT_R - 1)) // UNIT_R
@@ -186,13 +188,13 @@ class _Writer:
             with code.when((spins.get() % SPINS).compare("==", 0)):
                 code.intrinsic("sched_yield", result=I32)
 
-    def _tiles(self, block: _Block) -> Iterator[list[Value]]:
-        """Write code for the rows of a block, several at once; yield their places."""
+    def _tiles(self, block: _Block, size: int) -> Iterator[list[Value]]:
+        """Write code for the rows of a block, `size` at once; yield their places."""
         code = self.code
-        left = (block.stop - block.start) % self.tile_t
-        with code.loop(block.start, block.stop - left, self.tile_t) as place:
-            yield [place + j for j in range(self.tile_t)]
-        for num_t in range(1, self.tile_t):
+        left = (block.stop - block.start) % size
+        with code.loop(block.start, block.stop - left, size) as place:
+            yield [place + j for j in range(size)]
+        for num_t in range(1, size):
             with code.when(left.compare("==", num_t)):
                 yield [block.stop - left + j for j in range(num_t)]
 
@@ -207,12 +209,10 @@ class _Writer:
         """Write a part of the ranks of z = A x for the rows of a block."""
         code = self.code
         stop_r = code.minimum(first_r + UNIT_R, self.rank)
-        a = self.call.argument(pair * 2 + FIRST)
-        for places in self._tiles(block):
+        a, (num_t, num_r) = self.call.argument(pair * 2 + FIRST), self.tile_z
+        left = (stop_r - first_r) % num_r
+        for places in self._tiles(block, num_t):
             rows = [self._row(place) for place in places]
-            # A few rows have as many sums at once as more rows.
-            num_r = UNIT_R if 2 * len(rows) <= self.tile_t else UNIT_R // 2
-            left = (stop_r - first_r) % num_r
             for begin, end, several in ((first_r, stop_r - left, num_r), (stop_r - left, stop_r, 1)):
                 with code.loop(begin, end, several) as r:
                     totals = self._dots(a, [(block.slot * self.rank + r + i) for i in range(several)], rows)
@@ -268,7 +268,7 @@ class _Writer:
         code, lanes, outputs = self.code, self.lanes, self._outputs(pair)
         y, b = self.call.result(pair), self.call.argument(pair * 2 + (FIRST + 1))
         _, load = loader(self.spec.matrix_dtype, lanes, None if left is None else partial(code.load_part, count=left))
-        for places in self._tiles(block):
+        for places in self._tiles(block, self.tile_t):
             zero = code.value(0.0, ir.VectorType(F32, lanes))
             sums = {(j, n): Variable(zero) for j in range(len(places)) for n in range(len(starts))}
             with code.loop(0, self.rank) as r:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("optimized_code")
 
 OPS = {name: Ops(load(f"pallas_kernels.{name}")) for name in ("reference", "cpu")}
 VERSIONS = itertools.count(10**6)  # of targets
-# Rows, inputs, outputs of each pair, slots and ranks: parts of vectors, of blocks and of units; one and no row of a slot.
+# Rows, inputs, outputs of each pair, slots and ranks: parts of vectors, blocks and units; one and no row of a slot.
 SHAPES = {
     "parts": (37, 50, (130, 3), 3, 5),
     "blocks": (200, 33, (65,), 1, 8),

@@ -162,9 +162,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, anew, monkeypatch):
     monkeypatch.setattr(lora._Writer, *FAULTS[fault])
+    seed = 1 + [*FAULTS].index(fault)  # memory that is not written holds no result of the same numbers
     with pytest.raises(AssertionError):
         for shape in ("units", "parts"):
-            assert_products(anew, *call_of(shape))
+            assert_products(anew, *call_of(shape, seed=seed))
 
 
 @pytest.mark.parametrize("lanes, registers", [(4, 16), (8, 16)])

@@ -31,6 +31,7 @@ _reference = Ops(load(REFERENCE))
 write_kv, copy_blocks = _reference.write_kv, _reference.copy_blocks
 paged_decode_attention, ragged_paged_attention = _reference.paged_decode_attention, _reference.ragged_paged_attention
 product, products, low_rank = _reference.product, _reference.products, _reference.low_rank
+rms_norm = _reference.rms_norm
 delta_rule, causal_conv = _reference.delta_rule, _reference.causal_conv
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "product",
     "products",
     "ragged_paged_attention",
+    "rms_norm",
     "rotate",
     "select",
     "select_for",

@@ -35,7 +35,7 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads per KV head
 
-FLOATS = ("float32", "bfloat16", "float16")  # of the inputs of recurrent layers and of matrices of low rank
+FLOATS = ("float32", "bfloat16", "float16")  # of recurrent layers, of matrices of low rank and of norms
 
 CPU_HEAD_DIM = 16  # head dims of pools for the CPU kernels are multiples of it
 
@@ -102,6 +102,8 @@ def check_product(x_ti: jax.Array, weights: tuple[Weight, ...], options: Product
             raise ValueError(f"added: {len(options.added)} arrays for {len(weights)} weights")
         for weight, more in zip(weights, options.added):
             check_array("added", more, (rows, weight.shape[0]), jnp.float32)
+    if options.residual_to is not None:
+        check_array("residual_to", options.residual_to, (rows, weights[0].shape[0]), options.dtype or x_ti.dtype)
 
 
 def _check_weight(weight: Weight, inputs: int, sizes_e: jax.Array | None) -> None:
@@ -253,6 +255,15 @@ def check_noise(seeds_s2: jax.Array, positions_s: jax.Array, num_rows: int) -> N
     """Raise ValueError for a wrong shape or dtype of the seeds and the positions of noise."""
     check_array("seeds_s2", seeds_s2, (num_rows, 2), jnp.uint32)
     check_array("positions_s", positions_s, (num_rows,), jnp.int32)
+
+
+def check_rms_norm(x_td: jax.Array, scale_d: jax.Array) -> None:
+    """Raise ValueError for a wrong shape or dtype of the arguments of `rms_norm`."""
+    if x_td.ndim != 2 or x_td.shape[1] == 0 or x_td.dtype.name not in FLOATS:
+        raise ValueError(f"x_td is {x_td.dtype}{list(x_td.shape)}, expected [T, D] of {_either(FLOATS)}")
+    if scale_d.shape != x_td.shape[1:] or scale_d.dtype.name not in FLOATS:
+        expected = f"[{x_td.shape[1]}] of {_either(FLOATS)}"
+        raise ValueError(f"scale_d is {scale_d.dtype}{list(scale_d.shape)}, expected {expected}")
 
 
 def check_low_rank(x_ti: jax.Array, pairs: Sequence[LowRank], slots_t: jax.Array) -> None:

@@ -55,6 +55,7 @@ GROUPS = {
     "block copies": ("copy_blocks",),
     "products": ("product",),
     "matrices of low rank": ("low_rank",),
+    "norms": ("rms_norm",),
     "recurrent layers": ("delta_rule", "causal_conv"),
     "sampling": ("argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top"),
 }

@@ -6,8 +6,8 @@ sequences of the batch nor on the chunks of a prompt. A slot that no sequence ha
 A pool's head dim may be larger than the head dim of q, k and v: the further columns hold zeros. Thus a kernel serves
 smaller head dims than its own. A pool may be float8_e4m3fn, with a scale per KV head for keys and values.
 
-Arguments are arrays of jax or NumPy. `product` and `low_rank` have derivatives: `jax.grad` through any other op is an
-error.
+Arguments are arrays of jax or NumPy. `product`, `low_rank` and `rms_norm` have derivatives: `jax.grad` through any
+other op is an error.
 
 All ops raise ValueError for shapes and dtypes that do not fit together, and NotImplementedError for arguments that the
 implementation does not support.
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import checks, lora, recurrent, reference, sampling
+from pallas_kernels import checks, lora, norm, recurrent, reference, sampling
 from pallas_kernels.options import (
     AttentionOptions,
     Chains,
@@ -60,6 +60,7 @@ class Implementation(NamedTuple):
     low_rank: Callable[[jax.Array, Sequence[LowRank], jax.Array], tuple[jax.Array, ...]] | None = None
     delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.delta_rule
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = recurrent.causal_conv
+    rms_norm: Callable[[jax.Array, jax.Array, float, float], jax.Array] = norm.rms_norm
     argmax_and_lse: Callable[..., tuple[jax.Array, jax.Array]] = sampling.argmax_and_lse
     gumbel_argmax: Callable[..., jax.Array] = sampling.gumbel_argmax
     gumbel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sampling.gumbel
@@ -69,7 +70,8 @@ class Implementation(NamedTuple):
 
 # Ops that a module may lack. The definition in jnp stands in for them.
 OPTIONAL = (
-    "product", "low_rank", "delta_rule", "causal_conv", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top",
+    "product", "low_rank", "delta_rule", "causal_conv", "rms_norm", "argmax_and_lse", "gumbel_argmax", "gumbel",
+    "ranks", "top",
 )  # fmt: skip
 
 
@@ -240,6 +242,7 @@ class Ops:
         sizes_e: jax.Array | None = None,
         tokens_m: jax.Array | None = None,
         added: tuple[jax.Array, ...] | None = None,
+        residual_to: jax.Array | None = None,
     ) -> jax.Array:
         """Compute the product of rows with a weight, f(x W^T + b), or gated f(x W^T + b) * (x U^T + c).
 
@@ -249,12 +252,13 @@ class Ops:
             x_ti: [T, I], float32, bfloat16 or float16.
             up: the weight U of a gated product; None: it is not gated. With the activation swiglu_oai of gpt-oss, the
                 second factor is clipped to ±7 and 1 is added.
-            activation, dtype, wanted_t, sizes_e, tokens_m, added: see `ProductOptions`.
+            activation, dtype, wanted_t, sizes_e, tokens_m, added, residual_to: see `ProductOptions`.
 
         Returns:
             [T, O].
         """
-        options = ProductOptions(activation, up is not None, dtype, wanted_t, sizes_e, tokens_m, added)
+        gated = up is not None
+        options = ProductOptions(activation, gated, dtype, wanted_t, sizes_e, tokens_m, added, residual_to)
         (y_to,) = self._multiply(x_ti, (weight,) if up is None else (weight, up), options)
         return y_to
 
@@ -352,6 +356,19 @@ class Ops:
         if self.debug:
             checks.check_chains(chains, len(x_tc), len(states))
         return self.implementation.causal_conv(x_tc, weight_cw, bias_c, states, chains, activation)
+
+    def rms_norm(self, x_td: jax.Array, scale_d: jax.Array, *, epsilon: float, offset: float = 0.0) -> jax.Array:
+        """Return x / sqrt(mean(x^2) + epsilon) * (scale + offset) of each row, computed in float32 and rounded once.
+
+        Args:
+            x_td: [T, D], float32, bfloat16 or float16.
+            scale_d: [D], float32, bfloat16 or float16.
+
+        Returns:
+            [T, D] in x's dtype. A row has the same bits next to any other rows.
+        """
+        checks.check_rms_norm(x_td, scale_d)
+        return self.implementation.rms_norm(x_td, scale_d, epsilon, offset)
 
     def argmax_and_lse(self, logits_sv: jax.Array, masks: Masks | None = None) -> tuple[jax.Array, jax.Array]:
         """Return the best token of each row and the log of the sum of the exponentials of its logits.

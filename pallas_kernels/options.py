@@ -146,6 +146,8 @@ class ProductOptions:
             may be 0. None: the weights are no experts'.
         tokens_m: [M] int32, the element of `wanted_t` that a row of x belongs to; None: that of its own number.
         added: for each weight [T, O] float32, added to its sums and their bias before the activation; None: nothing.
+        residual_to: [T, O] in the dtype of the result, to which the only result is added once it is rounded; None:
+            nothing.
     """
 
     activation: str | None = field(default=None, metadata={"static": True})
@@ -155,3 +157,4 @@ class ProductOptions:
     sizes_e: jax.Array | None = None
     tokens_m: jax.Array | None = None
     added: tuple[jax.Array, ...] | None = None
+    residual_to: jax.Array | None = None

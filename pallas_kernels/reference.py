@@ -116,7 +116,8 @@ def finished(
         ys = [gated(options.activation, *ys)]
     elif options.activation:
         ys = [ACTIVATIONS[options.activation](y) for y in ys]
-    return tuple(y.astype(options.dtype or x_dtype) for y in ys)
+    ys = [y.astype(options.dtype or x_dtype) for y in ys]
+    return tuple(ys) if options.residual_to is None else (options.residual_to + ys[0],)
 
 
 def _bias(bias: jax.Array, rows: int, options: ProductOptions) -> jax.Array:

@@ -35,7 +35,7 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.params import SamplingParams
 from jpaged.core.plan import Admitted, Scheduled, StepPlan
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import set_products
+from jpaged.models.layers import set_ops
 from jpaged.models.llama import Llama
 from jpaged.runtime.batch import make_batch
 from jpaged.runtime.runner import ModelRunner
@@ -101,7 +101,7 @@ def calls_of(runner: ModelRunner, model: Llama, case: Case) -> dict[str, Callabl
 
     def with_products(state):
         merged = nnx.merge(graphdef, state)
-        set_products(merged, kernels.product, kernels.products)
+        set_ops(merged, product=kernels.product, products=kernels.products, rms_norm=kernels.rms_norm)
         return merged
 
     layers = jax.jit(lambda state: with_products(state)(positions, positions, lambda layer, q, *_: q))

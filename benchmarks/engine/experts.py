@@ -32,7 +32,7 @@ from benchmarks.kernels.workloads import random_array
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.models import MODELS
 from benchmarks.shared.results import Report, script_parser, table
-from jpaged.models.layers import set_products
+from jpaged.models.layers import set_ops
 from jpaged.models.moe import MixtureOfExperts
 from pallas_kernels import Ops, cpu, load, reference
 
@@ -49,7 +49,7 @@ def calls_of(mixture: MixtureOfExperts, x_td: jax.Array) -> dict[str, Any]:
 
     def with_products(module: str, state: Any) -> MixtureOfExperts:
         ops, merged = Ops(load(module)), nnx.merge(graphdef, state)
-        set_products(merged, ops.product, ops.products)
+        set_ops(merged, product=ops.product, products=ops.products)
         return merged
 
     def products(state: Any, x_md: jax.Array, sizes_e: jax.Array, tokens_m: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ The module holds parameters and no cache, because attention is an argument.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jpaged.models.base import Attend, AttentionSpec, LayerSpec, Place, Recurren
 from jpaged.models.config import ModelConfig
 from jpaged.models.delta import GatedDeltaNet
 from jpaged.models.fused import Join, fuse_linears
-from jpaged.models.layers import Embedding, Linear, UnitOffsetNorm, axes
+from jpaged.models.layers import Embedding, Linear, RMSNorm, axes
 from jpaged.models.mlp import Mlp
 from jpaged.models.moe import MixtureOfExperts
 from jpaged.models.rope import angles, inverse_frequencies
@@ -25,6 +25,7 @@ from pallas_kernels import rotate
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin [T, R/2] of the rotary dim R
 Norm = Callable[[jax.Array], jax.Array]
+Block = Callable[..., jax.Array]  # as `Mlp`
 
 
 class Attention(nnx.Module):
@@ -46,13 +47,16 @@ class Attention(nnx.Module):
             sinks = nnx.initializers.normal(1.0)(rngs.params(), (config.num_attention_heads,), dtype)
             self.sinks = nnx.Param(sinks, **axes("heads"))
         if self.qk_norm == "head":
-            self.q_norm, self.k_norm = (norm_of(config, h, dtype, rngs) for _ in range(2))
+            self.q_norm, self.k_norm = (norm_of(config, h, dtype) for _ in range(2))
         elif self.qk_norm == "projection":
-            self.q_norm = norm_of(config, n, dtype, rngs, "heads")
-            self.k_norm = norm_of(config, k, dtype, rngs, "kv_heads")
+            self.q_norm = norm_of(config, n, dtype, "heads")
+            self.k_norm = norm_of(config, k, dtype, "kv_heads")
 
-    def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]."""
+    def __call__(
+        self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend,
+        residual_td: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Return the output [T, D] of hidden states [T, D], added to a residual if there is one."""
         t = x_td.shape[0]
         if hasattr(self, "qkv_proj"):
             q_tnh, k_tkh, v_tkh = self.qkv_proj(x_td, self.head_dim)
@@ -77,7 +81,7 @@ class Attention(nnx.Module):
         o_tnh = attend(layer, q_tnh, k_tkh, v_tkh, cos, sin, **sinks)
         if self.gated:
             o_tnh = o_tnh * jax.nn.sigmoid(gate_tnh)
-        return self.o_proj(o_tnh.reshape(t, -1))
+        return self.o_proj(o_tnh.reshape(t, -1), residual_to=residual_td)
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse the projections of queries, keys and values."""
@@ -85,7 +89,7 @@ class Attention(nnx.Module):
 
     def _normed(self, x_tnh: jax.Array, norm: Norm) -> jax.Array:
         """Return heads [T, N, H], normed."""
-        shape = x_tnh.shape if self.qk_norm == "head" else (len(x_tnh), -1)
+        shape = (-1, self.head_dim) if self.qk_norm == "head" else (len(x_tnh), -1)
         return norm(x_tnh.reshape(shape)).reshape(x_tnh.shape)
 
 
@@ -98,7 +102,7 @@ class Layer(nnx.Module):
 
         def add_norm(place: int) -> None:
             if (name := self.norms[place]) is not None:
-                setattr(self, name, norm_of(config, config.hidden_size, dtype, rngs))
+                setattr(self, name, norm_of(config, config.hidden_size, dtype))
 
         add_norm(0)
         if recurrence is not None and layer in recurrence.layers:
@@ -115,14 +119,18 @@ class Layer(nnx.Module):
 
     def __call__(self, x_td: jax.Array, rotation: Rotation | None, layer: int, attend: Attend) -> jax.Array:
         """Return the hidden states [T, D] after the layer."""
-        normed_td = self._normed(0, x_td)
         if hasattr(self, "linear_attn"):
-            y_td = self.linear_attn(normed_td, layer, attend)
+            block: Block = lambda y_td, **residual: self.linear_attn(y_td, layer, attend, **residual)
         else:
-            y_td = self.self_attn(normed_td, rotation, layer, attend)
-        x_td = x_td + _scaled(self._normed(1, y_td), self.multiplier)
-        y_td = self.mlp(self._normed(2, x_td))
-        return x_td + _scaled(self._normed(3, y_td), self.multiplier)
+            block = lambda y_td, **residual: self.self_attn(y_td, rotation, layer, attend, **residual)
+        return self._added(self._added(x_td, 0, block), 2, self.mlp)
+
+    def _added(self, x_td: jax.Array, place: int, block: Block) -> jax.Array:
+        """Return x plus the result of a block, between the norms at `place` and after it."""
+        normed_td = self._normed(place, x_td)
+        if self.norms[place + 1] is None and self.multiplier == 1:
+            return block(normed_td, residual_td=x_td)
+        return x_td + _scaled(self._normed(place + 1, block(normed_td)), self.multiplier)
 
     def _normed(self, place: int, x_td: jax.Array) -> jax.Array:
         name = self.norms[place]
@@ -141,7 +149,7 @@ class Decoder(nnx.Module):
         d, v = config.hidden_size, config.vocab_size
         self.embed_tokens = Embedding(v, d, "vocab", dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Layer(config, i, dtype, rngs) for i in range(config.num_hidden_layers)])
-        self.norm = norm_of(config, d, dtype, rngs)
+        self.norm = norm_of(config, d, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(d, v, ("vocab", None), bias=False, dtype=dtype, rngs=rngs)
 
@@ -193,12 +201,9 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
-def norm_of(config: ModelConfig, size: int, dtype: DTypeLike, rngs: nnx.Rngs, name: str | None = None) -> Norm:
+def norm_of(config: ModelConfig, size: int, dtype: DTypeLike, name: str | None = None) -> Norm:
     """Return the config's kind of root-mean-square norm of the last axis, whose name is `name`."""
-    epsilon = config.rms_norm_eps
-    if config.variation.unit_offset:
-        return UnitOffsetNorm(size, epsilon, dtype=dtype)
-    return cast(Norm, nnx.RMSNorm(size, epsilon=epsilon, param_dtype=dtype, rngs=rngs, scale_metadata=axes(name)))
+    return RMSNorm(size, config.rms_norm_eps, dtype=dtype, offset=float(config.variation.unit_offset), name=name)
 
 
 def _rotate_first(x_tnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

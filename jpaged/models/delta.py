@@ -57,8 +57,8 @@ class GatedDeltaNet(nnx.Module):
         self.norm = GatedNorm(recurrence.value_dim, config.rms_norm_eps, dtype=dtype)
         self.out_proj = linear(heads * recurrence.value_dim, d)
 
-    def __call__(self, x_td: jax.Array, layer: int, attend: Attend) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]."""
+    def __call__(self, x_td: jax.Array, layer: int, attend: Attend, residual_td: jax.Array | None = None) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D], added to a residual if there is one."""
         recur, at, t = cast(Recur, attend), self.recurrence, len(x_td)
         qkv_tc, z_to, b_th, a_th = self.in_proj_qkv.together(x_td, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         qkv_tc = recur.causal_conv(layer, qkv_tc, self.conv1d.weight[...][:, 0], "silu")
@@ -69,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
         v_thv = qkv_tc[:, 2 * keys :].reshape(t, at.num_value_heads, at.value_dim)
         log_decay_th, beta_th = self._gates(a_th, b_th)
         o_thv = recur.delta_rule(layer, q_tkd * at.key_dim**-0.5, k_tkd, v_thv, log_decay_th, beta_th)
-        return self.out_proj(self.norm(o_thv, z_to.reshape(v_thv.shape)).reshape(t, -1))
+        normed_to = self.norm(o_thv, z_to.reshape(v_thv.shape)).reshape(t, -1)
+        return self.out_proj(normed_to, residual_to=residual_td)
 
     def _gates(self, a_th: jax.Array, b_th: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the logarithms of decays, and betas, [T, H] float32."""

@@ -1,7 +1,7 @@
 """Common parts of models. Parameters name their axes, which `Placement` maps to axes of a mesh.
 
-A module with products has the attribute `product`, by default the definition in `pallas_kernels`. `set_products`
-replaces it by the kernels of a step.
+A module that calls an op has it as an attribute, such as `product`, by default the definition in `pallas_kernels`.
+`set_ops` replaces it by that of a step's kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 import pallas_kernels
@@ -23,13 +22,13 @@ Product = Callable[..., jax.Array]  # as `pallas_kernels.Ops.product`
 Products = Callable[..., tuple[jax.Array, ...]]  # as `pallas_kernels.Ops.products`
 
 
-def set_products(model: Any, product: Product, products: Products) -> None:
-    """Let the modules of a model use these functions for their products, in place of the definition.
+def set_ops(model: Any, **functions: Callable[..., Any]) -> None:
+    """Let the modules of a model use these functions for the ops of their names, in place of the definitions.
 
     An attribute of the same name with another value is not changed.
     """
     for _, module in nnx.iter_modules(model):
-        for name, function in (("product", product), ("products", products)):
+        for name, function in functions.items():
             if getattr(module, name, None) is getattr(pallas_kernels, name):
                 setattr(module, name, function)
 
@@ -69,16 +68,17 @@ class Linear(nnx.Module):
 
     def __call__(
         self, x_ti: jax.Array, activation: str | None = None, *, up: "Linear | None" = None,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | None = None, residual_to: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
         """Return y, or activation(y), [T, out] in `dtype` or else in that of x.
 
         Args:
             up: layer whose result, without activation, is a factor of this layer's.
+            residual_to: is added to the result; None: nothing.
         """
         up_weight = None if up is None else weight_of(up)
         layers = [self] if up is None else [self, up]
-        options = {"up": up_weight, "activation": activation, "dtype": dtype}
+        options = {"up": up_weight, "activation": activation, "dtype": dtype, "residual_to": residual_to}
         return self.product(x_ti, weight_of(self), **options, **_added(x_ti, layers))
 
     def together(self, x_ti: jax.Array, *others: "Linear") -> tuple[jax.Array, ...]:
@@ -122,15 +122,18 @@ class Embedding(nnx.Module):
         return self.product(x_sd, weight_of(self, "embedding"), dtype=jnp.float32)
 
 
-class UnitOffsetNorm(nnx.Module):
-    """Root-mean-square norm of the last axis that multiplies by 1 + weight, in float32 inside."""
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm of the last axis, whose name is `name`, times `offset` + scale.
 
-    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.zeros(size, dtype), **axes(None))
+    A norm with an offset of 1 begins with a scale of 0.
+    """
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the normed x, of the same shape and dtype."""
-        x32 = x.astype(jnp.float32)
-        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+    rms_norm: Callable[..., jax.Array] = staticmethod(pallas_kernels.rms_norm)
+
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike, offset: float = 0.0, name: str | None = None):
+        self.epsilon, self.offset = epsilon, offset
+        self.scale = nnx.Param(jnp.full(size, 1 - offset, dtype), **axes(name))
+
+    def __call__(self, x_td: jax.Array) -> jax.Array:
+        """Return the normed x [T, D], of the same dtype."""
+        return self.rms_norm(x_td, self.scale[...], epsilon=self.epsilon, offset=self.offset)

@@ -26,12 +26,14 @@ class Mlp(nnx.Module):
         self.up_proj = linear(d, size, ("mlp", None))
         self.down_proj = linear(size, d, (None, "mlp"))
 
-    def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]."""
+    def __call__(self, x_td: jax.Array, residual_td: jax.Array | None = None) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D], added to a residual if there is one."""
         if not hasattr(self, "gate_up_proj"):
-            return self.down_proj(self.gate_proj(x_td, self.activation, up=self.up_proj))
-        gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
-        return self.down_proj(gated(self.activation, gate, up).reshape(len(x_td), -1))
+            hidden_tf = self.gate_proj(x_td, self.activation, up=self.up_proj)
+        else:
+            gate, up = self.gate_up_proj(x_td, self.size // self.gate_up_proj.joints["weight"].parts)
+            hidden_tf = gated(self.activation, gate, up).reshape(len(x_td), -1)
+        return self.down_proj(hidden_tf, residual_to=residual_td)
 
     def fuse(self, place: Place, join: Join) -> None:
         """Fuse gate and up."""

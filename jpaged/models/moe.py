@@ -143,8 +143,11 @@ class MixtureOfExperts(nnx.Module):
         if isinstance(self.experts, ExpertMlps) and not hasattr(self.experts, "gate_proj" + SCALE):
             self.experts = FusedExperts(self.experts, place, join)
 
-    def __call__(self, x_td: jax.Array) -> jax.Array:
-        """Return the output [T, D] of hidden states [T, D]: the sum over each token's experts, by their weight."""
+    def __call__(self, x_td: jax.Array, residual_td: jax.Array | None = None) -> jax.Array:
+        """Return the output [T, D] of hidden states [T, D], added to a residual if there is one.
+
+        It is the sum over each token's experts, by their weight.
+        """
         weights_tk, chosen_tk = self._routed(x_td)
         expert_m = chosen_tk.reshape(-1)
         order_m = jnp.argsort(expert_m, stable=True)
@@ -156,7 +159,8 @@ class MixtureOfExperts(nnx.Module):
         weighted_td: jax.Array = (y_tkd.astype(jnp.float32) * weights_tk[:, :, None]).sum(axis=1)
         if hasattr(self, "shared_expert"):
             weighted_td += self._shared(x_td)
-        return weighted_td.astype(x_td.dtype)
+        y_td = weighted_td.astype(x_td.dtype)
+        return y_td if residual_td is None else residual_td + y_td
 
     def _routed(self, x_td: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights [T, K] float32 of each token's experts, and the experts [T, K]."""

@@ -18,7 +18,7 @@ from jpaged.core.params import InvalidParameter
 from jpaged.models.adapter_state import adapter_of
 from jpaged.models.adapters import Adapter, Multiply, attach_one
 from jpaged.models.base import Attend, AttentionSpec, Model
-from jpaged.models.layers import set_products
+from jpaged.models.layers import set_ops
 from jpaged.models.outputs import outputs_of
 from jpaged.rl.reduced import by_xla
 from jpaged.rl.sequences import causal_attention, dense_attention, paged_attention
@@ -130,7 +130,8 @@ def _engines_logprobs(
         (state, pairs), tokens_bw, is_output_bw, truncation = lax.optimization_barrier(args)
         model = nnx.merge(graphdef, state)
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
-        set_products(model, cache.kernels.product, cache.kernels.products)
+        kernels = cache.kernels
+        set_ops(model, product=kernels.product, products=kernels.products, rms_norm=kernels.rms_norm)
         _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), cache.kernels.low_rank)
         attend = paged_attention(model, cache, is_output_bw)
         lse = lambda logits_sv: cache.kernels.argmax_and_lse(logits_sv)[1]

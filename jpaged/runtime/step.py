@@ -16,7 +16,7 @@ from jpaged.config import MAX_DRAFTS, Limits
 from jpaged.core.params import MAX_TOP
 from jpaged.models.adapters import Slots, SlotsForm, attach
 from jpaged.models.base import AttentionSpec, LayerOps, Model
-from jpaged.models.layers import set_products
+from jpaged.models.layers import set_ops
 from jpaged.runtime.batch import Batch, Bucket, Layout
 from jpaged.runtime.device_rows import SamplingState
 from jpaged.runtime.kv_cache import KVCache, Pool
@@ -74,7 +74,8 @@ def forward(
         return _of_rows(wanted_t, op, *args, **options)
 
     if kernels is not None:
-        set_products(model, partial(of_tokens, kernels.product), partial(of_tokens, kernels.products))
+        product, products = partial(of_tokens, kernels.product), partial(of_tokens, kernels.products)
+        set_ops(model, product=product, products=products, rms_norm=kernels.rms_norm)
     if adapters is not None:
         slots, form = adapters
         assert batch.adapters is not None, "slots have batches that choose from them"
@@ -219,13 +220,13 @@ class Step:
         model = self._merged(params)
         if self.kernels is not None:
             of_samples = partial(_of_rows, sampling.rows >= 0)
-            set_products(model, partial(of_samples, self.kernels.product), partial(of_samples, self.kernels.products))
+            set_ops(model, product=partial(of_samples, self.kernels.product))
         return model.logits(x_sd)
 
     def _score(self, params: list[jax.Array], x_td: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._merged(params)
         if self.kernels is not None:
-            set_products(model, self.kernels.product, self.kernels.products)
+            set_ops(model, product=self.kernels.product)
         logits_of = lambda x_td: whole_logits(model.logits(x_td), self.placement)
         return _packed(token_logprobs(logits_of, x_td, targets_t, max(1, self.max_logprobs), self.cache.kernels))
 

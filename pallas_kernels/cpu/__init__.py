@@ -1,7 +1,7 @@
 """Kernels for CPUs, which LLVM compiles on the machine where they run. They need llvmlite.
 
-They are attention over the blocks of the pool, writes into it, products with weights and with matrices of low rank, and
-the ops of recurrent layers and of sampling. XLA copies blocks as fast as memory allows.
+They are attention over the blocks of the pool, writes into it, products with weights and with matrices of low rank,
+norms, and the ops of recurrent layers and of sampling. XLA copies blocks as fast as memory allows.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ if importlib.util.find_spec("llvmlite"):
     from pallas_kernels.cpu.conv import causal_conv
     from pallas_kernels.cpu.delta import delta_rule
     from pallas_kernels.cpu.lora import low_rank
+    from pallas_kernels.cpu.norm import rms_norm
     from pallas_kernels.cpu.product import product, usual_target
     from pallas_kernels.cpu.sampling import argmax_and_lse, gumbel, gumbel_argmax, ranks, top
     from pallas_kernels.cpu.writes import write_kv
@@ -51,6 +52,6 @@ def reads_bfloat16() -> bool:
 
 __all__ = [
     "argmax_and_lse", "causal_conv", "copy_blocks", "delta_rule", "gumbel", "gumbel_argmax", "low_rank",
-    "paged_decode_attention", "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "top", "unsupported",
-    "write_kv", "zeros",
+    "paged_decode_attention", "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "rms_norm", "top",
+    "unsupported", "write_kv", "zeros",
 ]  # fmt: skip

@@ -64,6 +64,13 @@ def storer(dtype: str, lanes: int) -> Callable[[Code, Value, Value, Value], None
     return store
 
 
+def rounded(code: Code, dtype: str, x: Value) -> Value:
+    """Return the nearest numbers of float32, bfloat16 or float16, as float32."""
+    if dtype == "float16":
+        return code.cast("fpext", code.cast("fptrunc", x, F16), F32)
+    return code.cast("bitcast", bfloat16_bits(code, x) << 16, F32) if dtype == "bfloat16" else x
+
+
 def store_part(code: Code, dtype: str, x: Value, array: Value, index: Value, count: Value) -> None:
     """Write the store of the first `count` float32 numbers of a vector into an array, as `storer` does."""
     lanes = x.llvm.type.count

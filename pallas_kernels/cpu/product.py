@@ -20,7 +20,7 @@ from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import MOST_GROUPS, Matrix, has_code, num_arrays
-from pallas_kernels.cpu.numbers import LOADED, loader, store_part, storer
+from pallas_kernels.cpu.numbers import LOADED, loader, rounded, store_part, storer
 from pallas_kernels.cpu.stream import Block
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.cpu.tiles import Tiles
@@ -33,7 +33,7 @@ FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 11  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 12  # part of the targets' names: executables on disk must not call a function of other arguments
 RESULTS = LOADED[:3]  # dtypes of results
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
@@ -50,6 +50,7 @@ class Spec(NamedTuple):
         tiles: whether this is in tile registers, with a further result for packed rows of x.
         adds: whether arrays are added to the sums; they follow those of the weights.
         dtype: that of the results, one of `RESULTS`.
+        residual: whether the result is added to an array, the last argument.
     """
 
     form: Format
@@ -62,15 +63,17 @@ class Spec(NamedTuple):
     tiles: bool = False
     adds: bool = False
     dtype: str = "float32"
+    residual: bool = False
 
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Implement `Ops.product` and `Ops.products`. Derivatives are those of the reference."""
     empty = 0 in (*x_ti.shape, *(weight.shape[0] for weight in weights))
-    if x_ti.dtype == jnp.float64 or empty or not all(map(has_code, weights)):
+    dtype = jnp.dtype(options.dtype or x_ti.dtype)
+    unknown = jnp.float64 in (x_ti.dtype, dtype) or not all(map(has_code, weights))
+    if unknown or empty:
         return reference.product(x_ti, weights, options)
     if len({(weight.format, _bias_dtype(weight)) for weight in weights}) == 1 and options.activation in ACTIVATIONS:
-        dtype = jnp.dtype(options.dtype or x_ti.dtype)
         stored = replace(options, dtype=dtype if dtype.name in RESULTS else jnp.float32)
         return tuple(y_to.astype(dtype) for y_to in _call(x_ti, weights, stored))
     plain = ProductOptions(dtype=jnp.float32, **_rows_of(options))
@@ -99,7 +102,8 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     adds = options.added is not None
     tiles, dtype = dots and machine.has_bf16_tiles, jnp.dtype(options.dtype)
     spec = Spec(
-        form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds, dtype.name
+        form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds, dtype.name,
+        options.residual_to is not None,
     )  # fmt: skip
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -108,7 +112,8 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
     x_ti = x_ti if dots else x_ti.astype(jnp.float32)
-    done = multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *(options.added or ()))
+    more = (*(options.added or ()), *([] if options.residual_to is None else [options.residual_to]))
+    done = multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *more)
     return tuple(done[: len(shapes)])
 
 
@@ -129,7 +134,8 @@ def target(spec: Spec) -> str:
     """Make the target of a function, and return its name.
 
     Its arguments are x [T, I] float32 or bfloat16, whether each row is computed, [T] int32, with experts their first
-    rows [E + 1] int32, the arrays of each weight, and those that are added to the sums [T, O] float32.
+    rows [E + 1] int32, the arrays of each weight, those that are added to the sums [T, O] float32, and the array that
+    the result is added to, [T, O] in its dtype.
     """
     name = f"jpaged_product_{hashlib.sha256(repr((spec, VERSION)).encode()).hexdigest()[:16]}"
     return register(name, lambda call: _Writer(spec, call).units(), lambda call, unit: _Writer(spec, call).work(unit))
@@ -302,8 +308,17 @@ class _Writer:
         """Return the arrays that are added to the sums of some weights, in a list, or none."""
         if not self.spec.adds:
             return []
-        first = self.first + self.spec.num_weights * num_arrays(self.spec.form, self.spec.bias)
-        return [self.call.argument(number + (first + i)) for i in range(count)]
+        return [self.call.argument(number + (self._more + i)) for i in range(count)]
+
+    @property
+    def _more(self) -> int:
+        """The argument after those of the weights."""
+        return self.first + self.spec.num_weights * num_arrays(self.spec.form, self.spec.bias)
+
+    def _residual(self) -> Value | None:
+        """Return the array that the result is added to."""
+        last = self._more + self.spec.num_weights * self.spec.adds
+        return self.call.argument(last) if self.spec.residual else None
 
     def _choose_rows(self, rows: Value, start_t: Value, stop_t: Value) -> Value:
         """Write the numbers of the rows that are computed, and return their number."""
@@ -318,7 +333,7 @@ class _Writer:
         bounds: tuple[Value, Value], writer: "_Vectors | strips.Strips", y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
-        code, lanes, (start, stop) = self.code, self.lanes, bounds
+        code, lanes, (start, stop), residual = self.code, self.lanes, bounds, self._residual()
         width, store = matrices[0].outputs, storer(self.spec.dtype, lanes)
         last = stop - (stop - start) % lanes
 
@@ -329,8 +344,13 @@ class _Writer:
                 more = load(added[i], at + o, F32, lanes) if added else None
                 values.append(matrix.finish(value, expert * matrix.outputs + o, load, more))
             if self.spec.gated:
-                return gated(code, self.spec.activation, *values)
-            return ACTIVATIONS[self.spec.activation](code, values[0])
+                value = gated(code, self.spec.activation, *values)
+            else:
+                value = ACTIVATIONS[self.spec.activation](code, values[0])
+            if residual is None:
+                return value
+            _, load_residual = loader(self.spec.dtype, lanes, load)
+            return load_residual(code, residual, at + o) + rounded(code, self.spec.dtype, value)
 
         with code.loop(0, count) as r:
             t = code.load(rows, r, I64)

@@ -41,6 +41,9 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
 def _multiply(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Compute the products of weights that the kernel takes."""
     x_ti, weights = no_vmap("product in Mosaic", (x_ti, weights))
+    if options.residual_to is not None:
+        (y_to,) = _multiply(x_ti, weights, replace(options, residual_to=None))
+        return (options.residual_to + y_to,)
     if options.activation not in (None, *ACTIVATIONS) or options.added is not None:
         plain = replace(options, activation=None, gated=False, dtype=jnp.float32, added=None)
         sums = [_product(x_ti, (weight._replace(bias=None),), plain) for weight in weights]

@@ -15,7 +15,7 @@ from tests.kernels.test_selftest import put
 
 OPS = {
     "write_kv", "copy_blocks", "paged_decode_attention", "ragged_paged_attention", "product", "delta_rule",
-    "causal_conv", "low_rank", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top",
+    "causal_conv", "low_rank", "rms_norm", "argmax_and_lse", "gumbel_argmax", "gumbel", "ranks", "top",
 }  # fmt: skip
 
 

@@ -207,6 +207,25 @@ def test_derivatives_by_the_numbers_added(implementation):
     np.testing.assert_allclose(jax.grad(loss)(added), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", OPS)
+def test_a_residual_is_added_to_the_rounded_result(implementation, dtype):
+    """With outputs that are no whole vector, bias, gate, added numbers, rows that are not wanted, and derivatives."""
+    ops, x_ti, residual_to = OPS[implementation], x_of(21, 64, dtype), x_of(21, 50, dtype)
+    weights = [Weight(jnp.asarray(x_of(50, 64), dtype), bias=jnp.asarray(x_of(1, 50)[0], dtype))] * 2
+    options = dict(activation="silu", added=(x_of(21, 50),) * 2, wanted_t=jnp.arange(21) != 7)
+    multiply = jax.jit(lambda **more: ops.product(x_ti, weights[0], up=weights[1], **options, **more))
+    plain, found = multiply(), multiply(residual_to=residual_to)
+    expected = np.asarray(residual_to + plain)
+    wanted = np.asarray(options["wanted_t"])
+    np.testing.assert_array_equal(np.asarray(found)[wanted], expected[wanted])
+    assert found.dtype == dtype
+    loss = lambda residual_to: (multiply(residual_to=residual_to).astype(jnp.float32) * x_of(21, 50))[wanted].sum()
+    np.testing.assert_allclose(jax.grad(loss)(residual_to)[wanted], jnp.asarray(x_of(21, 50), dtype)[wanted])
+    with pytest.raises(ValueError, match=r"^residual_to is float32\[21, 49\], expected " + dtype):
+        ops.product(x_ti, weights[0], residual_to=jnp.ones((21, 49)))
+
+
 @pytest.mark.parametrize("depth", [64, 3 * SEGMENT])
 @pytest.mark.parametrize(
     "wanted", [[], [0], [5, 6, 70], range(UNIT_T + 3), range(UNIT_T - 1, UNIT_T + 9), range(0, UNIT_T + 9, 2)]

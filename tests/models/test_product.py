@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.layers import Embedding, Linear, set_products
+from jpaged.models.layers import Embedding, Linear, set_ops
 
 
 def linear(bias: bool, seed: int = 0) -> Linear:
@@ -51,7 +51,11 @@ def test_an_embedding():
 
 def test_modules_use_the_products_that_they_are_given():
     module = nnx.List([linear(True), Embedding(11, 24, "vocab", dtype=jnp.float32, rngs=nnx.Rngs(0))])
-    set_products(module, lambda x_ti, weight, **options: ("product", options), lambda x_ti, *weights: len(weights))
+    set_ops(
+        module,
+        product=lambda x_ti, weight, **options: ("product", options),
+        products=lambda x_ti, *weights: len(weights),
+    )
     assert module[0](X, "relu")[1]["activation"] == "relu"
     assert module[0].together(X, module[0], module[0]) == 3
     assert module[1].logits(X)[0] == "product"
@@ -63,5 +67,5 @@ def test_an_attribute_of_the_same_name_is_not_replaced():
         product = 3
 
     other = Other()
-    set_products(other, lambda *_: 0, lambda *_: 0)
+    set_ops(other, product=lambda *_: 0, products=lambda *_: 0)
     assert other.product == 3

@@ -63,7 +63,7 @@ def engine_on(runner, *, preemption: str = "swap", max_in_flight: int = 2) -> En
     return Engine(scheduler, runner, byte_tokenizer(), seed=0, max_in_flight=max_in_flight)
 
 
-STOP = ["Vw", "wV"]  # each comes in two steps
+STOP = ["wR", "YT"]  # each comes in two steps
 
 
 def kinds() -> list[tuple[list[int], SamplingParams | BeamSearchParams, dict]]:

@@ -125,6 +125,8 @@ class Commit:
             finish(sequence, *ending, self.queues, self.memory)
         elif request.bans.follow_output and request.bans.leave_none(sequence.tokens, sequence.num_output_tokens):
             finish(sequence, FinishReason.STOP, NOTHING_LEFT, self.queues, self.memory)
+        elif sequence.drafter is not None and sequence.drafter.see(sequence.tokens, len(self.queues.running) - 1):
+            sequence.steady_until = 0
 
     def _branch(self, sequence: Sequence, samples: Series[Sample]) -> None:
         """Keep the sample of a beam, or fork a sequence into one branch for each sample."""

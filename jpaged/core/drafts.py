@@ -6,13 +6,16 @@ was drawn in its place (greedy verification of the sequence's own keyed sampler,
 """
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
-MAX_REST = 16  # tokens without a search for drafts
+LONG_MEMORY, LEAST_RATE = 0.05, 0.5  # weight of the newest draft in the usual share, and the least one beside others
+ASLEEP = sys.maxsize  # position up to which a sequence rests whose tokens are searched as they come
+MAX_REST = 16  # tokens without a search for drafts, because some did not pay
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
 LONG_ROUND = 4  # times its expected cost, beyond which the time of a round is not believed
 RATE_OF_MODEL = 0.9  # share of its drafts that are expected to be kept in a trial
@@ -135,8 +138,10 @@ class Drafter:
         proposers: the sources of drafts. The one with the longest match is taken, the first of equal ones.
         most: maximum drafts in a step, if it is below that of the settings.
 
+    Steps of a sequence that rests overlap with others. It wakes up for drafts that are expected to pay (`see`).
+
     Attributes:
-        rests_until: position before which no drafts are looked for, because some were not found or did not pay.
+        rests_until: position before which the sequence has no drafts.
     """
 
     def __init__(
@@ -144,16 +149,28 @@ class Drafter:
     ):
         self._settings, self._costs, self._proposers = settings, costs, proposers
         self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
-        self._rate, self._rest = START_RATE, 1
-        self.rests_until = 0
+        self._rate = self._usual_rate = START_RATE
+        self._rest, self._searches_from = 1, 0
+        self.rests_until = ASLEEP if proposers else 0
 
     def __copy__(self) -> "Drafter":
         other = Drafter(self._settings, self._costs, [copy.copy(each) for each in self._proposers], self._most)
         other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
+        other._usual_rate, other._searches_from = self._usual_rate, self._searches_from
         return other
 
+    def see(self, tokens: Sequence[int], others: int) -> bool:
+        """Wake up if the drafts after some tokens are expected to pay; return whether that is so.
+
+        Beside others, which go on meanwhile, the sequence misses a step before it has drafts: half of them must usually
+        be kept.
+        """
+        if self.rests_until < ASLEEP or len(tokens) <= self._searches_from:
+            return False
+        return bool(self._find(tokens, self._most, others, LEAST_RATE if others else 0.0))
+
     def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
-        """Return the drafts after some tokens that are expected to pay; without any, the search rests.
+        """Return the drafts after some tokens that are expected to pay; without any, the sequence rests.
 
         Args:
             forced: the next tokens as far as a grammar allows no others. They are certain.
@@ -163,19 +180,31 @@ class Drafter:
         most = max(0, min(most, self._most))
         if forced:
             return list(forced[: self._best(min(most, len(forced)), others, len(tokens), rate=1.0)])
-        if len(tokens) <= self.rests_until:
+        if len(tokens) <= self._searches_from:
             return []
+        return self._find(tokens, most, others)
+
+    def _find(self, tokens: Sequence[int], most: int, others: int, least_rate: float = 0.0) -> list[int]:
+        """Return the drafts that are expected to pay; without any, the sequence sleeps.
+
+        If there were some that do not pay, the next tokens are not searched, more of them each time.
+
+        Args:
+            least_rate: share of drafts that must usually be kept.
+        """
         found = self._search(tokens, most) if most else []
         drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
-        self._rest_after(len(tokens), bool(drafts), MAX_REST)
-        if found and not drafts:
-            self._rate = START_RATE  # after the rest the odds are taken to be those of a new text
+        drafts = drafts if self._usual_rate >= least_rate else []
+        self.rests_until = 0 if drafts else ASLEEP
+        if drafts:
+            self._rest = 0
+        elif found:
+            self._rest = min(MAX_REST, 2 * self._rest + 1)
+            self._searches_from = len(tokens) + self._rest - 1
+            # After the rest the odds are taken to be the usual ones, and these for a while to be those of a new text.
+            self._usual_rate += LONG_MEMORY * (START_RATE - self._usual_rate)
+            self._rate = self._usual_rate
         return drafts
-
-    def _rest_after(self, num_tokens: int, success: bool, most: int) -> None:
-        """Rest for more tokens than last time, at most `most`, unless there was success."""
-        self._rest = 0 if success else min(most, 2 * self._rest + 1)
-        self.rests_until = num_tokens + self._rest - 1 if self._rest else 0
 
     def _search(self, tokens: Sequence[int], most: int) -> list[int]:
         found = max((each.following(tokens, most) for each in self._proposers), key=lambda found: found.matched)
@@ -208,6 +237,7 @@ class Drafter:
         """Take note of the drafts of a step that were kept."""
         for is_kept in [True] * kept + [False] * (kept < drafts):
             self._rate += MEMORY * (is_kept - self._rate)
+            self._usual_rate += LONG_MEMORY * (is_kept - self._usual_rate)
 
     def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Let the proposers take note of the complete output."""
@@ -251,7 +281,8 @@ class ModelDrafter(Drafter):
         most = max(0, min(most, self._most, self._max_model_len - num_tokens))
         count = self._best(most, others, num_tokens, self._rate)
         if not count:
-            self._rest_after(num_tokens, False, MAX_REST_OF_MODEL)
+            self._rest = min(MAX_REST_OF_MODEL, 2 * self._rest + 1)
+            self.rests_until = num_tokens + self._rest - 1
             self._rounds.forget()
             self._rate, self._is_trial = RATE_OF_MODEL, True
         return count

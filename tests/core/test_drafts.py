@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.config import EngineConfig, Speculation
 from jpaged.core.drafts import (
+    ASLEEP,
     INDEXED_AT_ONCE,
     MAX_REST,
     MAX_REST_OF_MODEL,
@@ -81,15 +82,49 @@ def test_where_tokens_cost_nothing_all_drafts_are_computed():
     assert len(drafter_of(costs=UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
 
 
-def test_a_search_without_success_rests_longer_each_time():
-    drafter, tokens, rests = drafter_of(), list(range(10)), []
+def test_a_sequence_wakes_up_for_drafts_that_are_expected_to_pay():
+    drafter, tokens = drafter_of(), list(range(10))
+    assert drafter.rests_until == ASLEEP and drafter.propose(tokens, (), 4, 0) == []
+    assert not drafter.see([*tokens, 1], 0) and drafter.rests_until == ASLEEP
+    assert drafter.see([*tokens, 1, 2], 0) and drafter.rests_until == 0
+    assert not drafter.see([*tokens, 1, 2, 3], 0), "it is awake"
+    assert copy.copy(drafter).propose([*tokens, 1, 2, 3], (), 4, 0) == [4, 5]
+    assert drafter.propose([*tokens, 1, 2, 9], (), 4, 0) == [] and drafter.rests_until == ASLEEP
+
+
+def test_beside_others_a_sequence_wakes_up_if_half_of_its_drafts_are_usually_kept():
+    for right, others, expected in [(4, 1, True), (0, 1, False), (0, 0, True)]:
+        drafter = drafter_of(costs=UNKNOWN)
+        for _ in range(10):
+            drafter.learn(4, right)
+        assert drafter.see([1, 2, 3, 1, 2], others) == expected
+
+
+def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
+    drafter, tokens, rests = drafter_of(), [1, 2, 3, 1, 2], []
     for _ in range(6):
-        assert drafter.propose(tokens, (), 4, 0) == []
-        rests.append(drafter.rests_until - len(tokens) + 1)
-        tokens += range(len(tokens), drafter.rests_until + 1)
+        assert not drafter.see(tokens, 40) and drafter.rests_until == ASLEEP
+        before = len(tokens)
+        while len(tokens) <= drafter._searches_from:
+            assert not drafter.see(tokens, 40) and copy.copy(drafter).propose(tokens, (), 4, 0) == []
+            tokens = [*tokens, 3, 1, 2]
+        rests.append(drafter._searches_from - before + 1)
     assert rests == [3, 7, 15, MAX_REST, MAX_REST, MAX_REST]
-    assert drafter.propose([1, 2, 3, 4, 1, 2], (), 4, 0) == [], "it still rests"
-    assert drafter.propose([*tokens, 1, 2], (), 4, 0) == [3, 4] and drafter.rests_until == 0
+    assert drafter.propose(tokens, (), 4, 0) == [3, 1] and drafter.rests_until == 0, "beside few others they pay"
+
+
+def test_where_few_drafts_were_right_later_ones_are_expected_to_be_wrong_for_some_time():
+    drafter, tokens = drafter_of(), [1, 2, 3, 1, 2]
+    counts = []
+    for number in range(60):
+        found = drafter.propose(tokens, (), 4, 1)
+        if found and number < 40:
+            drafter.learn(len(found), 0)
+        counts.append(bool(found))
+        while len(tokens) <= drafter._searches_from:
+            tokens = [*tokens, 3, 1, 2]
+    assert sum(counts[:10]) > sum(counts[30:40]), "the usual share has fallen"
+    assert any(counts[40:]), "and rises again"
 
 
 def test_long_contexts_make_drafts_cost_more():

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
-LONG_MEMORY, LEAST_RATE = 0.05, 0.5  # weight of the newest draft in the usual share, and the least one beside others
+LONG_MEMORY, LEAST_RATE = 0.1, 0.6  # weight of the newest draft in the usual share, and the least one beside others
 ASLEEP = sys.maxsize  # position up to which a sequence rests whose tokens are searched as they come
 MAX_REST = 16  # tokens without a search for drafts, because some did not pay
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
@@ -160,14 +160,10 @@ class Drafter:
         return other
 
     def see(self, tokens: Sequence[int], others: int) -> bool:
-        """Wake up if the drafts after some tokens are expected to pay; return whether that is so.
-
-        Beside others, which go on meanwhile, the sequence misses a step before it has drafts: half of them must usually
-        be kept.
-        """
+        """Wake up if the drafts after some tokens are expected to pay; return whether that is so."""
         if self.rests_until < ASLEEP or len(tokens) <= self._searches_from:
             return False
-        return bool(self._find(tokens, self._most, others, LEAST_RATE if others else 0.0))
+        return bool(self._find(tokens, self._most, others))
 
     def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
         """Return the drafts after some tokens that are expected to pay; without any, the sequence rests.
@@ -184,17 +180,16 @@ class Drafter:
             return []
         return self._find(tokens, most, others)
 
-    def _find(self, tokens: Sequence[int], most: int, others: int, least_rate: float = 0.0) -> list[int]:
+    def _find(self, tokens: Sequence[int], most: int, others: int) -> list[int]:
         """Return the drafts that are expected to pay; without any, the sequence sleeps.
 
-        If there were some that do not pay, the next tokens are not searched, more of them each time.
-
-        Args:
-            least_rate: share of drafts that must usually be kept.
+        If there were some that do not pay, the next tokens are not searched, more of them each time. Beside others,
+        which go on meanwhile, the sequence misses a step before it has drafts: most of them must usually be kept.
         """
         found = self._search(tokens, most) if most else []
         drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
-        drafts = drafts if self._usual_rate >= least_rate else []
+        if others and self._usual_rate < LEAST_RATE:
+            drafts = []
         self.rests_until = 0 if drafts else ASLEEP
         if drafts:
             self._rest = 0

@@ -92,7 +92,7 @@ def test_a_sequence_wakes_up_for_drafts_that_are_expected_to_pay():
     assert drafter.propose([*tokens, 1, 2, 9], (), 4, 0) == [] and drafter.rests_until == ASLEEP
 
 
-def test_beside_others_a_sequence_wakes_up_if_half_of_its_drafts_are_usually_kept():
+def test_beside_others_a_sequence_wakes_up_if_most_of_its_drafts_are_usually_kept():
     for right, others, expected in [(4, 1, True), (0, 1, False), (0, 0, True)]:
         drafter = drafter_of(costs=UNKNOWN)
         for _ in range(10):

@@ -276,7 +276,7 @@ class Ops:
         return self._multiply(x_ti, weights, ProductOptions(None, False, dtype, wanted_t, sizes_e, tokens_m, added))
 
     def low_rank(self, x_ti: jax.Array, pairs: Sequence[LowRank], slots_t: jax.Array) -> tuple[jax.Array, ...]:
-        """Compute B (A x) of each row with the matrices of its slot, for each of some pairs, in float32.
+        """Compute x A^T B of each row with the matrices of its slot, for each of some pairs, in float32.
 
         Args:
             x_ti: [T, I], float32, bfloat16 or float16.

@@ -132,7 +132,7 @@ def _engines_logprobs(
         cache = _layout(lambda state: nnx.merge(graphdef, state), state, dict(numerics))
         kernels = cache.kernels
         set_ops(model, product=kernels.product, products=kernels.products, rms_norm=kernels.rms_norm)
-        _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), cache.kernels.low_rank)
+        _adapt(model, Adapter(pairs, dict(scales)), size, dict(numerics), kernels.low_rank)
         attend = paged_attention(model, cache, is_output_bw)
         lse = lambda logits_sv: cache.kernels.argmax_and_lse(logits_sv)[1]
         return cast(jax.Array, by_xla(lambda: _logprobs(model, tokens_bw, attend, truncation, lse)))

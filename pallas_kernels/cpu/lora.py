@@ -1,7 +1,7 @@
 """Products of rows with the matrices of low rank of their slots, each of which is read from memory once.
 
-The rows of a slot are divided into blocks. Units first compute z = A x of each block, in parts of its ranks, then the
-outputs B z, in parts. Units are begun in their order, so that one of the second kind may wait for all of the first.
+The rows of a slot are divided into blocks. Units first compute z = x A^T of each block, in parts of its ranks, then the
+outputs z B, in parts. Units are begun in their order, so that one of the second kind may wait for all of the first.
 """
 
 import hashlib
@@ -206,7 +206,7 @@ class _Writer:
         return (pair * self.num_rows + place) * self.rank
 
     def _reduce(self, block: _Block, pair: Value, first_r: Value) -> None:
-        """Write a part of the ranks of z = A x for the rows of a block."""
+        """Write a part of the ranks of z = x A^T for the rows of a block."""
         code = self.code
         stop_r = code.minimum(first_r + UNIT_R, self.rank)
         a, (num_t, num_r) = self.call.argument(pair * 2 + FIRST), self.tile_z
@@ -246,7 +246,7 @@ class _Writer:
         return totals
 
     def _expand(self, block: _Block, pair: Value, first: Value, stop: Value) -> None:
-        """Write the outputs from `first` to below `stop` of the rows of a block: B z, or -0 without a slot."""
+        """Write the outputs from `first` to below `stop` of the rows of a block: z B, or -0 without a slot."""
         code, lanes, outputs = self.code, self.lanes, self._outputs(pair)
         y, width = self.call.result(pair), TILE_O * lanes
         with code.when(code.invert(block.is_of_slot)), code.loop(block.start, block.stop) as place:

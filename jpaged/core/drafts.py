@@ -187,9 +187,9 @@ class Drafter:
         which go on meanwhile, the sequence misses a step before it has drafts: most of them must usually be kept.
         """
         found = self._search(tokens, most) if most else []
-        drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
-        if others and self._usual_rate < LEAST_RATE:
-            drafts = []
+        drafts = []
+        if found and not (others and self._usual_rate < LEAST_RATE):
+            drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
         self.rests_until = 0 if drafts else ASLEEP
         if drafts:
             self._rest = 0
@@ -202,8 +202,12 @@ class Drafter:
         return drafts
 
     def _search(self, tokens: Sequence[int], most: int) -> list[int]:
-        found = max((each.following(tokens, most) for each in self._proposers), key=lambda found: found.matched)
-        return found.tokens[: int(min(most, self._settings.factor * found.matched))]
+        best = NOTHING
+        for each in self._proposers:
+            found = each.following(tokens, most)
+            if found.matched > best.matched:
+                best = found
+        return best.tokens[: int(min(most, self._settings.factor * best.matched))] if best.tokens else best.tokens
 
     def _best(self, most: int, others: int, context: int, rate: float) -> int:
         """Return the number of drafts with which the step is expected to give the most tokens for its cost.

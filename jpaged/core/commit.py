@@ -125,8 +125,15 @@ class Commit:
             finish(sequence, *ending, self.queues, self.memory)
         elif request.bans.follow_output and request.bans.leave_none(sequence.tokens, sequence.num_output_tokens):
             finish(sequence, FinishReason.STOP, NOTHING_LEFT, self.queues, self.memory)
-        elif sequence.drafter is not None and sequence.drafter.see(sequence.tokens, len(self.queues.running) - 1):
+        elif self._wakes(sequence):
             sequence.steady_until = 0
+
+    def _wakes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence wakes up for drafts. One with a grammar waits for each token anyway."""
+        drafter = sequence.drafter
+        if drafter is None or sequence.constraint is not None:
+            return False
+        return drafter.see(sequence.tokens, len(self.queues.running) - 1)
 
     def _branch(self, sequence: Sequence, samples: Series[Sample]) -> None:
         """Keep the sample of a beam, or fork a sequence into one branch for each sample."""

@@ -55,7 +55,8 @@ WAYS = {
     ),
     "bfloat16 in pairs": Way(Format("bfloat16"), "bfloat16", {"has_bf16_dot": True, "has_bf16_tiles": False}),
     "bfloat16 in tiles": Way(Format("bfloat16"), "bfloat16", {"has_bf16_dot": True, "has_bf16_tiles": True}),
-    "int8": Way(Format("int8", "float32"), "bfloat16", {}),
+    "int8": Way(Format("int8", "float32"), "bfloat16", {"has_int8_tiles": False}),
+    "int8 in tiles": Way(Format("int8", "float32"), "bfloat16", {"has_int8_tiles": True}),
     "8 bits in groups of 32": Way(Format("int8", "float16", group=32), "bfloat16", {}),
     "4 bits in groups of 32": Way(Format("uint8", "float16", "float16", 32), "bfloat16", {}),
 }  # fmt: skip

@@ -77,4 +77,5 @@ def _device(placement: Placement, kernels: str) -> str:
 
     machine = Machine.host()
     bfloat16 = "tiles" if machine.has_bf16_tiles else "pairs" if machine.has_bf16_dot else "float32"
-    return f"{machine.cpu}, vectors of {machine.lanes}, bfloat16 in {bfloat16}"
+    int8 = "tiles" if machine.has_int8_tiles else "float32"
+    return f"{machine.cpu}, vectors of {machine.lanes}, bfloat16 in {bfloat16}, int8 in {int8}"

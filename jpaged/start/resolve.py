@@ -25,13 +25,13 @@ class Device:
     """Device as jax describes it.
 
     Attributes:
-        reads_bfloat16: whether a CPU has kernels that multiply weights of bfloat16 as fast as they are read.
+        bfloat16_weights: dtypes of weights that a CPU multiplies faster by rows of bfloat16 than by rows of float32.
     """
 
     kind: str
     platform: str
     compute_capability: float | None = None
-    reads_bfloat16: bool = False
+    bfloat16_weights: tuple[str, ...] = ()
 
 
 class SettingChoice(NamedTuple):
@@ -90,11 +90,11 @@ def resolve(
     choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
-        # Products on several devices, and those of weights that are quantized, take other ways.
+        # Products on several devices, and those of weights that are quantized in the checkpoint, take other ways.
         is_quantized = stored_method is not None if is_quantized is None else is_quantized
-        is_plain = config.tensor_parallel_size in (None, 1) and not (config.quantization or is_quantized)
-        reads_bfloat16 = is_plain and device.reads_bfloat16
-        dtype = choices.choose("dtype", *_default_dtype(model, device, reads_bfloat16=reads_bfloat16))
+        is_usual = config.tensor_parallel_size in (None, 1) and not is_quantized
+        is_faster = is_usual and (config.quantization or "bfloat16") in device.bfloat16_weights
+        dtype = choices.choose("dtype", *_default_dtype(model, device, is_bfloat16_faster=is_faster))
         size = choices.choose("tensor_parallel_size", 1, "the default")
         quantization = _quantization(choices, stored_method, stored_form)
     else:
@@ -155,15 +155,15 @@ class _Choices:
         return value
 
 
-def _default_dtype(model: ModelConfig, device: Device, *, reads_bfloat16: bool) -> tuple[str, str]:
-    """Return the dtype of "auto", and the reason. `reads_bfloat16`: as in `Device`, for the weights of this model."""
+def _default_dtype(model: ModelConfig, device: Device, *, is_bfloat16_faster: bool) -> tuple[str, str]:
+    """Return the dtype of "auto", and the reason."""
     if device.platform == "cpu":
         size = model.num_hidden_layers * model.hidden_size * (
             2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
             + model.mlp_matrices * model.intermediate_size
         )  # fmt: skip
-        if model.dtype == "bfloat16" and reads_bfloat16 and 4 * size > CPU_CACHE_BYTES:
-            return "bfloat16", "the dtype of the checkpoint; a step reads half the bytes of float32"
+        if model.dtype == "bfloat16" and is_bfloat16_faster and 4 * size > CPU_CACHE_BYTES:
+            return "bfloat16", "the dtype of the checkpoint; its products are faster here than those of float32"
         return "float32", "the fastest and most exact dtype on a CPU"
     if model.dtype == "float32":
         return "bfloat16", "the checkpoint has float32, and a GPU computes 16 bits faster"

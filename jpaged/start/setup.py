@@ -238,7 +238,7 @@ def device_of(device: jax.Device) -> Device:
         return described
     from pallas_kernels import cpu  # brings llvmlite with it
 
-    return replace(described, reads_bfloat16=cpu.reads_bfloat16())
+    return replace(described, bfloat16_weights=cpu.bfloat16_weights())
 
 
 def choose_devices(tensor_parallel_size: int, data_parallel_size: int = 1) -> list[list[jax.Device]]:

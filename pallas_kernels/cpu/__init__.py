@@ -45,13 +45,15 @@ def unsupported(*, dtype: Any, pool_dtype: Any, **shapes: int) -> str | None:
     return None
 
 
-def reads_bfloat16() -> bool:
-    """Return whether products of bfloat16 weights take the time of reading them, not of converting them."""
-    return importlib.util.find_spec("llvmlite") is not None and Machine.host().lanes >= 8  # AVX2 and AVX-512
+def bfloat16_weights() -> tuple[str, ...]:
+    """Return the dtypes of weights whose products with rows of bfloat16 are faster than those with rows of float32."""
+    if importlib.util.find_spec("llvmlite") is None or Machine.host().lanes < 8:  # neither AVX2 nor AVX-512
+        return ()
+    return ("bfloat16", "int8") if Machine.host().has_int8_tiles else ("bfloat16",)
 
 
 __all__ = [
-    "argmax_and_lse", "causal_conv", "copy_blocks", "delta_rule", "gumbel", "gumbel_argmax", "low_rank",
-    "paged_decode_attention", "product", "ragged_paged_attention", "ranks", "reads_bfloat16", "rms_norm", "top",
+    "argmax_and_lse", "bfloat16_weights", "causal_conv", "copy_blocks", "delta_rule", "gumbel", "gumbel_argmax",
+    "low_rank", "paged_decode_attention", "product", "ragged_paged_attention", "ranks", "rms_norm", "top",
     "unsupported", "write_kv", "zeros",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ them can be x, or the weights: the order of a sum is the same, and depends only 
 
 from pallas_kernels.cpu.code import I8, I32, I64, VOID, Code, Value
 from pallas_kernels.cpu.ffi import CallFrame
+from pallas_kernels.cpu.packed import HEAD_BYTES, Packed
 
 SIZE = 16  # rows and columns of sums, and pairs of inputs of a tile
 ROW_BYTES, PAIR_BYTES = 64, 4  # of a row of a tile, and of each of its pairs of inputs or sums
@@ -51,17 +52,17 @@ class Registers:
         """Write a store of rows that lie `stride` bytes apart."""
         self._call("tilestored64", register, address, stride)
 
-    def multiply(self, sums: int, a: int, b: int) -> None:
-        """Write the addition of products of bfloat16 numbers."""
-        self._call("tdpbf16ps", sums, a, b)
+    def multiply(self, sums: int, a: int, b: int, name: str = "tdpbf16ps") -> None:
+        """Write the addition of products of numbers, of bfloat16 or those of another instruction."""
+        self._call(name, sums, a, b)
 
     def _call(self, name: str, *arguments: Value | int) -> None:
         values = [self.code.value(each, I8) if isinstance(each, int) else each for each in arguments]
         self.code.intrinsic(f"llvm.x86.{name}", *values, result=VOID)
 
 
-class Input:
-    """The packed rows of x, each tile of 16 rows behind a cache line that tells whether it is packed.
+class Input(Packed):
+    """The packed rows of x, in tiles of 16 rows. A single row stays as it is.
 
     Args:
         x: number of the argument x [T, I] bfloat16.
@@ -72,38 +73,17 @@ class Input:
     """
 
     def __init__(self, call: CallFrame, x: int, packed: int):
-        self.code, self._x, self._packed = call.code, call.argument(x), call.result(packed)
-        self.rows, self.inputs = call.size(x, 0), call.size(x, 1)
-        self.is_single = self.rows.compare("==", 1)
+        super().__init__(call, x, packed, SIZE)
         self.row_bytes = self.code.select(self.is_single, self.rows * PAIR_BYTES, self.rows * 0 + ROW_BYTES)
-        self._tile_bytes = self.inputs * (2 * SIZE) + ROW_BYTES
-
-    def clear(self) -> None:
-        """Write the state of a call's begin: no tile is packed."""
-        with self.code.loop(0, (self.rows + (SIZE - 1)) // SIZE) as tile:
-            self.code.store(self.code.value(0, I64), self._state(tile), 0)
+        self._tile_bytes = self.inputs * (2 * SIZE) + HEAD_BYTES
 
     def pack(self, first: Value, stop: Value, start: Value) -> None:
-        """Write the packing of the tiles from `first` to below `stop` that are not packed, beginning with `start`.
-
-        Threads that begin with different tiles share the work. If two pack the same tile, they write the same numbers.
-        """
-        code, count = self.code, stop - first
-        with code.loop(0, code.select(self.is_single, count * 0, count)) as i:
-            tile = first + (i + start) % count
-            with code.when(code.load_atomic(self._state(tile), 0).compare("==", 0)):
-                self._pack(tile)
-                code.exchange(self._state(tile), 0, code.value(1, I64))
+        """Write the packing as `Packed.pack` does, except for a single row."""
+        super().pack(first, self.code.select(self.is_single, first, stop), start)
 
     def address(self, tile: Value) -> Value:
         """Return the address of a packed tile of rows."""
         return self.code.select(self.is_single, self._x, self._packed_at(tile))
-
-    def _packed_at(self, tile: Value) -> Value:
-        return self.code.at(self._state(tile), ROW_BYTES, I8)
-
-    def _state(self, tile: Value) -> Value:
-        return self.code.at(self._packed, tile * self._tile_bytes, I8)
 
     def _pack(self, tile: Value) -> None:
         """Write the packing of a tile; behind the last row of x, it stands again."""
@@ -117,4 +97,4 @@ class Input:
 
 def packed_shape(rows: int, inputs: int) -> tuple[int, int]:
     """Return the shape of the int32 array for the packed rows of x."""
-    return -(-rows // SIZE), ROW_BYTES // 4 + (inputs * SIZE // 2 if rows > 1 else 0)
+    return -(-rows // SIZE), HEAD_BYTES // 4 + (inputs * SIZE // 2 if rows > 1 else 0)

@@ -40,6 +40,7 @@ class Machine(NamedTuple):
         registers: number of vector registers.
         has_bf16_dot: whether an instruction adds products of pairs of bfloat16 numbers (AVX-512 BF16).
         has_bf16_tiles: whether there are instructions for tiles of bfloat16 numbers (AMX), which the process may use.
+        has_int8_tiles: whether there are such instructions for bytes, too.
     """
 
     cpu: str
@@ -48,6 +49,7 @@ class Machine(NamedTuple):
     registers: int
     has_bf16_dot: bool = False
     has_bf16_tiles: bool = False
+    has_int8_tiles: bool = False
 
     @classmethod
     @functools.cache
@@ -59,7 +61,8 @@ class Machine(NamedTuple):
         registers = 16 if has.get("sse2") and not wide else 32
         dots = bool(wide and has.get("avx512bf16"))
         tiles = bool(dots and has.get("amx-bf16")) and _may_use_tiles()
-        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, dots, tiles)
+        of_int8 = bool(tiles and has.get("amx-int8"))
+        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, dots, tiles, of_int8)
 
 
 def _may_use_tiles() -> bool:
@@ -321,6 +324,17 @@ class Code:
             a, b = (self.shuffle(vector, vector, range(first, first + lanes)) for first in (0, lanes))
             vector = self.maximum(a, b)
         return self.element(vector, 0)
+
+    def as_vector(self, x: Value, element: Any, lanes: int) -> Value:
+        """Return the bits of a vector as other elements."""
+        return Value(self, self.builder.bitcast(x.llvm, ir.VectorType(element, lanes)))
+
+    def joined(self, vectors: Sequence[Value]) -> Value:
+        """Return vectors of one size as one, one behind the other; their number is a power of two."""
+        parts, lanes = list(vectors), vectors[0].llvm.type.count
+        while len(parts) > 1:
+            parts, lanes = [self.shuffle(a, b, range(2 * lanes)) for a, b in zip(parts[::2], parts[1::2])], 2 * lanes
+        return parts[0]
 
     def element(self, vector: Value, lane: int) -> Value:
         """Return a lane of a vector."""

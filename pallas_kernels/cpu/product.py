@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.cpu import amx, stream, strips
+from pallas_kernels.cpu import amx, digits, stream, strips
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
 from pallas_kernels.cpu.matrix import MOST_GROUPS, Matrix, has_code, num_arrays
 from pallas_kernels.cpu.numbers import LOADED, loader, rounded, store_part, storer
+from pallas_kernels.cpu.packed import Packed
 from pallas_kernels.cpu.stream import Block
 from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.cpu.tiles import Tiles
@@ -33,7 +34,7 @@ FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 12  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 13  # part of the targets' names: executables on disk must not call a function of other arguments
 RESULTS = LOADED[:3]  # dtypes of results
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
@@ -46,8 +47,9 @@ class Spec(NamedTuple):
         bias: dtype of their biases; None: they have none.
         num_weights: number of weights, each with a result, unless they are gated.
         has_experts: whether rows are sorted by expert.
-        dots: whether x and weights are bfloat16, and multiplied so. Otherwise x is float32.
-        tiles: whether this is in tile registers, with a further result for packed rows of x.
+        dots: whether x and weights are bfloat16, and multiplied so.
+        tiles: whether this is in tile registers, with a further result for packed rows of x, which is bfloat16; without
+            `dots`, weights are int8. Neither of both: x is float32.
         adds: whether arrays are added to the sums; they follow those of the weights.
         dtype: that of the results, one of `RESULTS`.
         residual: whether the result is added to an array, the last argument.
@@ -100,7 +102,8 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
     adds = options.added is not None
-    tiles, dtype = dots and machine.has_bf16_tiles, jnp.dtype(options.dtype)
+    has_digits = machine.has_int8_tiles and x_ti.dtype == "bfloat16" and digits.has_code(form, x_ti.shape[1])
+    tiles, dtype = has_digits or (dots and machine.has_bf16_tiles), jnp.dtype(options.dtype)
     spec = Spec(
         form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds, dtype.name,
         options.residual_to is not None,
@@ -108,10 +111,11 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     if tiles:
-        results.append(jax.ShapeDtypeStruct(amx.packed_shape(*x_ti.shape), jnp.int32))
+        packed_shape = digits.packed_shape if has_digits else amx.packed_shape
+        results.append(jax.ShapeDtypeStruct(packed_shape(*x_ti.shape), jnp.int32))
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
-    x_ti = x_ti if dots else x_ti.astype(jnp.float32)
+    x_ti = x_ti if dots or tiles else x_ti.astype(jnp.float32)
     more = (*(options.added or ()), *([] if options.residual_to is None else [options.residual_to]))
     done = multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *more)
     return tuple(done[: len(shapes)])
@@ -271,10 +275,9 @@ class _Writer:
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
         y, sums = self.call.result(number.get()), [code.scratch(self._sums_size, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
-        writer: _Vectors | strips.Strips
+        writer: _Vectors | strips.TileStrips
         if self.spec.tiles:
-            first = left.get() * UNIT_T // (amx.SIZE * num_threads())
-            writer = strips.Strips(self._input(), start_t, stop_t, first)
+            writer = self._strips(start_t, stop_t, left.get())
         else:
             writer = _Vectors(self, matrices[0], rows, count)
         with code.when(count.compare(">", 0)), code.loop(start_o, stop_o, writer.width) as o:
@@ -296,8 +299,17 @@ class _Writer:
         kind, _ = loader(self.spec.dtype, 1)
         self.code.store(self.code.value(0, kind), y, at)
 
-    def _input(self) -> amx.Input:
-        return amx.Input(self.call, X, len(self._weights()))
+    def _input(self) -> Packed:
+        return (amx.Input if self.spec.dots else digits.Digits)(self.call, X, len(self._weights()))
+
+    def _strips(self, start_t: Value, stop_t: Value, block: Value) -> strips.TileStrips:
+        """Return the writer for tiles; the threads begin the packing of x with different ones."""
+        x = self._input()
+        first = block * UNIT_T // (x.rows_of_tile * num_threads())
+        if isinstance(x, amx.Input):
+            return strips.Strips(x, start_t, stop_t, first)
+        assert isinstance(x, digits.Digits)
+        return digits.DigitStrips(x, start_t, stop_t, first)
 
     def _matrix(self, number: Value) -> Matrix:
         form, bias = self.spec.form, self.spec.bias
@@ -330,7 +342,7 @@ class _Writer:
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
-        bounds: tuple[Value, Value], writer: "_Vectors | strips.Strips", y: Value, rows: Value, count: Value,
+        bounds: tuple[Value, Value], writer: "_Vectors | strips.TileStrips", y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop), residual = self.code, self.lanes, bounds, self._residual()

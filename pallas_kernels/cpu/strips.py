@@ -1,11 +1,13 @@
 """Sums of products in tile registers, with a stream of weights for each output of a tile."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from pallas_kernels.cpu.amx import ROW_BYTES, SIZE, Input, Registers
 from pallas_kernels.cpu.code import F32, I8, I64, Value
 from pallas_kernels.cpu.matrix import Matrix
+from pallas_kernels.cpu.packed import Packed
 
 SUMS, WEIGHTS, PACKED = (0, 1, 2, 3), 4, (5, 6, 7)  # numbers of registers
 SMALL_T, UNIT_O = len(SUMS) * SIZE, 96  # rows of a small call; outputs of a unit of a large one
@@ -13,7 +15,7 @@ WIDTH = 768  # outputs whose sums are computed together, for one tile of rows; a
 AHEAD = 512  # prefetch distance of each stream of weights in bytes
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Some strips, each of which has the outputs of a tile.
 
     Attributes:
@@ -33,7 +35,7 @@ class _Part(NamedTuple):
         return self.first + strip + self.distance * i
 
 
-class Strips:
+class TileStrips(ABC):
     """Writer of the sums of a block: the rows of tiles are outputs, their columns packed rows of x.
 
     Args:
@@ -44,18 +46,20 @@ class Strips:
         width: most outputs that are computed at once.
     """
 
-    def __init__(self, x: Input, start_t: Value, stop_t: Value, first: Value):
-        self.code, self._x, self._start = x.code, x, start_t // SIZE
-        stop = (stop_t + (SIZE - 1)) // SIZE
+    def __init__(self, x: Packed, start_t: Value, stop_t: Value, first: Value):
+        self.code, self._is_single, self._rows = x.code, x.is_single, x.rows_of_tile
+        self._start = start_t // self._rows
+        stop = (stop_t + (self._rows - 1)) // self._rows
         x.pack(self._start, stop, first)
         self._count = stop - self._start
         self.width = x.code.value(WIDTH, I64) // self._count // SIZE * SIZE
         self._sums = x.code.scratch(WIDTH * SIZE, F32)
         self._registers = Registers(x.code)
+        self._sum_bytes = x.code.select(x.is_single, x.code.value(4, I64), x.code.value(4 * self._rows, I64))
 
     def place(self, r: Value, t: Value) -> Value:
         """Return the place of the sums of row t, the r-th one of the block."""
-        return t - self._start * SIZE
+        return t - self._start * self._rows
 
     def write(self, matrix: Matrix, outputs: tuple[Value, Value, Value], sums_to: Value) -> None:
         """Write sums [rows of the tiles, width] of some outputs.
@@ -67,26 +71,49 @@ class Strips:
             outputs: the first one, the one after the last, and the one after the last of the unit.
         """
         code, start, num_o = self.code, outputs[0], outputs[1] - outputs[0]
-        is_single, count = self._x.is_single, self._count
+        is_single, count = self._is_single, self._count
         sums = code.select(is_single, sums_to, self._sums)  # [tiles, outputs, rows]
         distance = num_o // SIZE
         whole = distance * SIZE
         one = distance * 0 + 1
         for part in (
-            _Part(start, distance, one * SIZE, distance),
-            _Part(start + whole, one, num_o - whole, code.minimum(num_o - whole, one)),
+            Part(start, distance, one * SIZE, distance),
+            Part(start + whole, one, num_o - whole, code.minimum(num_o - whole, one)),
         ):
             with code.when(part.outputs.compare(">", 0)):
-                narrow = dict.fromkeys((*SUMS, *PACKED), self._x.row_bytes)
-                self._registers.configure(dict.fromkeys((*SUMS, WEIGHTS), part.outputs), narrow)
-            self._add(matrix, part, code.at(sums, (part.first - start) * self._x.row_bytes, I8))
+                self._configure(part.outputs)
+            self._add(matrix, part, code.at(sums, (part.first - start) * self._sum_bytes, I8))
         with code.loop(0, code.select(is_single, count * 0, count)) as tile, code.loop(0, num_o, SIZE) as o:
             of_tile = tile * self.width
-            self._transpose(code.at(self._sums, (of_tile + o) * SIZE, F32), code.at(sums_to, of_tile * SIZE + o, F32))
+            sums_of = code.at(self._sums, (of_tile + o) * self._rows, F32)
+            self._transpose(sums_of, code.at(sums_to, of_tile * self._rows + o, F32))
         self._registers.release()
 
-    def _add(self, matrix: Matrix, part: _Part, sums: Value) -> None:
+    @abstractmethod
+    def _configure(self, outputs: Value) -> None:
+        """Write the sizes of the registers for tiles of some outputs."""
+
+    @abstractmethod
+    def _add(self, matrix: Matrix, part: Part, sums: Value) -> None:
         """Write the sums [tiles, outputs, rows] of some strips."""
+
+    @abstractmethod
+    def _transpose(self, sums: Value, to: Value) -> None:
+        """Write sums [outputs, rows] into memory [rows, width]."""
+
+
+class Strips(TileStrips):
+    """Writer of sums of products of bfloat16, for several tiles of rows at a time."""
+
+    def __init__(self, x: Input, start_t: Value, stop_t: Value, first: Value):
+        super().__init__(x, start_t, stop_t, first)
+        self._x = x
+
+    def _configure(self, outputs: Value) -> None:
+        narrow = dict.fromkeys((*SUMS, *PACKED), self._x.row_bytes)
+        self._registers.configure(dict.fromkeys((*SUMS, WEIGHTS), outputs), narrow)
+
+    def _add(self, matrix: Matrix, part: Part, sums: Value) -> None:
         code, row_bytes = self.code, matrix.row_bytes
         with code.loop(0, self._count, len(SUMS)) as first, code.loop(0, part.strips) as strip:
             for register in SUMS:
@@ -116,7 +143,6 @@ class Strips:
                 yield register, first + register
 
     def _transpose(self, sums: Value, to: Value) -> None:
-        """Write sums [outputs, rows] into memory [rows, width]."""
         vectors = [self.code.load_vector(sums, o * SIZE, F32, SIZE) for o in range(SIZE)]
         for r, vector in enumerate(self.code.transposed(vectors)):
             self.code.store_vector(vector, to, self.width * r)

@@ -39,7 +39,7 @@ def quantized_file(tmp_path_factory):
 
 @pytest.mark.parametrize("kind, expected", [(Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32"), (Kind.F32, "float32")])
 def test_a_large_file_keeps_bfloat16(kind, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "device_of", lambda _: Device("a device", "cpu", reads_bfloat16=True))
+    monkeypatch.setattr(setup, "device_of", lambda _: Device("a device", "cpu", bfloat16_weights=("bfloat16",)))
     monkeypatch.setattr(resolve, "CPU_CACHE_BYTES", 0)
     config = EngineConfig(model=str(gguf_models.write_demo(tmp_path / "demo.gguf", kind)))
     assert setup.resolve_checkpoint(config, jax.devices()[0])[1].dtype == expected

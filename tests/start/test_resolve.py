@@ -89,23 +89,24 @@ def test_dtype(platform, dtype, stored, expected):
     [
         ("bfloat16", {}, None, "bfloat16"), ("float32", {}, None, "float32"), ("float16", {}, None, "float32"),
         ("bfloat16", {"dtype": "float32"}, None, "float32"), ("bfloat16", {"tensor_parallel_size": 2}, None, "float32"),
-        ("bfloat16", {"quantization": "int8"}, None, "float32"), ("bfloat16", {}, "awq", "float32"),
+        ("bfloat16", {"quantization": "int8"}, None, "bfloat16"),
+        ("bfloat16", {"quantization": "int4"}, None, "float32"), ("bfloat16", {}, "awq", "float32"),
     ],
 )  # fmt: skip
-def test_a_cpu_that_reads_bfloat16_keeps_it(stored, values, method, expected):
-    """Products on several devices and those of quantized weights run elsewhere."""
+def test_a_cpu_that_multiplies_bfloat16_faster_keeps_it(stored, values, method, expected):
+    """Products on several devices and those of other weights run elsewhere."""
     model = dataclasses.replace(MODEL, dtype=stored, hidden_size=2048, intermediate_size=4096)
-    device = Device("a device", "cpu", reads_bfloat16=True)
+    device = Device("a device", "cpu", bfloat16_weights=("bfloat16", "int8"))
     made = resolve(EngineConfig(**values), model, device, stored_method=method)
     assert made.dtype == expected
-    reasons = {"bfloat16": "half the bytes", "float32": "most exact"}
+    reasons = {"bfloat16": "faster here", "float32": "most exact"}
     assert values.get("dtype") or reasons[expected] in choices(made)["dtype"][1]
 
 
 @pytest.mark.parametrize("is_quantized, expected", [(False, "bfloat16"), (True, "float32"), (None, "float32")])
 def test_a_file_in_gguf_whose_weights_are_bfloat16_keeps_it(is_quantized, expected):
     model = dataclasses.replace(MODEL, dtype="bfloat16", hidden_size=2048, intermediate_size=4096)
-    device = Device("a device", "cpu", reads_bfloat16=True)
+    device = Device("a device", "cpu", bfloat16_weights=("bfloat16", "int8"))
     assert resolve(EngineConfig(), model, device, stored_method="gguf", is_quantized=is_quantized).dtype == expected
 
 
@@ -114,7 +115,10 @@ def test_a_model_that_fits_into_caches_is_float32(layers, expected):
     # 12 heads of 16 and 3 matrices of 1152 are 8.02 MiB of a layer in float32.
     sizes = dict(hidden_size=576, intermediate_size=1152, num_hidden_layers=layers)
     model = dataclasses.replace(MODEL, dtype="bfloat16", **sizes)
-    assert resolve(EngineConfig(), model, Device("a device", "cpu", reads_bfloat16=True)).dtype == expected
+    assert (
+        resolve(EngineConfig(), model, Device("a device", "cpu", bfloat16_weights=("bfloat16", "int8"))).dtype
+        == expected
+    )
 
 
 @pytest.mark.parametrize(

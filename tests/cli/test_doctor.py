@@ -83,8 +83,8 @@ def test_json_has_the_whole_report(tiny, capsys, tmp_path):
     (tmp_path / "jpaged" / "xla").mkdir(parents=True)
     (tmp_path / "jpaged" / "xla" / "executable").write_bytes(bytes(100))
     found = reported(capsys, "--model", str(tiny), "--dtype", "bfloat16", "--block-size", "32")
-    (device,) = {tuple(each.items()) for each in found["devices"]}
-    assert device[:3] == (("kind", "cpu"), ("platform", "cpu"), ("compute_capability", None))
+    (device,) = {tuple(each.items())[:3] for each in found["devices"]}
+    assert device == (("kind", "cpu"), ("platform", "cpu"), ("compute_capability", None))
     assert len(found["devices"]) == jax.device_count()
     assert {op["op"]: op["implementation"] for op in found["ops"]} == dict.fromkeys(OPS, "cpu")
     assert found["model"].startswith(f"{tiny}, bfloat16") and "blocks of 32" in found["model"]

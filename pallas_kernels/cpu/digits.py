@@ -119,7 +119,7 @@ class DigitStrips(strips.TileStrips):
 
     def __init__(self, x: Digits, start_t: Value, stop_t: Value, first: Value):
         super().__init__(x, start_t, stop_t, first)
-        self._x, self._wholes = x, self.code.scratch(SIZE * SIZE, I32)
+        self._x, self._wholes = x, self.code.scratch(PAIR * PAIR * SIZE * SIZE, I32)
 
     def _configure(self, outputs: Value) -> None:
         columns = (*itertools.chain(*SUMS), *X)
@@ -161,13 +161,16 @@ class DigitStrips(strips.TileStrips):
                 registers.load(X[j], self._x.address(self._start + tile + j, k), self._x.row_bytes)
             for i, j in pairs:
                 registers.multiply(SUMS[i][j], WEIGHTS[i], X[j], "tdpbssd")
+        wholes = {pair: code.at(self._wholes, n * SIZE * SIZE, I32) for n, pair in enumerate(pairs)}
         for i, j in pairs:
-            registers.store(SUMS[i][j], self._wholes, self._x.row_bytes)
+            registers.store(SUMS[i][j], wholes[i, j], self._x.row_bytes)
+        for i, j in pairs:
             place = self.width * (tile + j) + strip + i
             factors = self._x.factors(self._start + tile + j, begin)
             for lanes, is_case in ((1, self._x.is_single), (ROWS, code.invert(self._x.is_single))):
                 with code.when(is_case), code.loop(0, part.outputs) as o:
-                    self._add_block(o, factors, sums, (place + part.distance * o) * lanes, begin, lanes)
+                    of_o = code.at(wholes[i, j], 2 * o * lanes, I32)
+                    self._add_block(of_o, factors, sums, (place + part.distance * o) * lanes, begin, lanes)
 
     def _request(self, matrix: Matrix, part: strips.Part, strip: Value, num_strips: int, k: Value) -> None:
         """Request the weights of the streams; the last strip of a pair is followed by the first one of the next."""
@@ -176,10 +179,10 @@ class DigitStrips(strips.TileStrips):
         for i, j in itertools.product(range(num_strips), range(SIZE)):
             matrix.prefetch_soon(part.output(strip + i, j) * matrix.row_bytes + (ahead + past))
 
-    def _add_block(self, o: Value, factors: Value, sums: Value, at: Value, begin: Value, lanes: int) -> None:
+    def _add_block(self, wholes: Value, factors: Value, sums: Value, at: Value, begin: Value, lanes: int) -> None:
         """Write the addition of a block's whole sums of an output to its sums for some rows."""
         code = self.code
-        high, low = (code.load_vector(self._wholes, (2 * o + n) * lanes, I32, lanes) for n in range(2))
+        high, low = (code.load_vector(wholes, n * lanes, I32, lanes) for n in range(2))
         so_far = code.load_vector(sums, at, F32, lanes)
         so_far = code.select(begin.compare("==", 0), code.value(0.0, so_far.llvm.type), so_far)
         high, low = (code.cast("sitofp", each, F32) for each in (high, low))

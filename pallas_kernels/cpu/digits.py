@@ -2,8 +2,8 @@
 
 The inputs of a block share a power of two, of which x is a multiple from -32,640 to 32,639: a high digit times 256, and
 a low digit, both from -128 to 127. A number of bfloat16 is exact if it has at least 1/128 of the largest exponent among
-them. Products of digits with weights are added without error. The sum of a block becomes float32, and blocks are added
-in the order of the inputs.
+them, but 32,640 becomes 32,639. Products of digits with weights are added without error. The sum of a block becomes
+float32, and blocks are added in the order of the inputs.
 """
 
 import itertools

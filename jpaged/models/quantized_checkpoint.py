@@ -23,6 +23,7 @@ from pallas_kernels.weights import PACKED
 
 BYTES, WORDS, INTEGERS, FLOATS = ("U8",), ("I32",), ("I32", "I64"), ("F32", "F16", "BF16")
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}  # all but the last are defaults
 # Tensors about activations and the KV cache, which are not quantized as a checkpoint describes.
 UNUSED = (
     ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale",
@@ -102,11 +103,13 @@ class Scheme(NamedTuple):
         method: its name in config.json, one of `jpaged.config.QUANTIZED_CHECKPOINTS`.
         marks: names of tensors that only quantized layers have; each of these layers has one of them.
         read: return the weights of a layer, by the last part of their names.
+        weights: "int8" if all are described as int8 with one scale for each output.
     """
 
     method: str
     marks: tuple[str, ...]
     read: Callable[[LayerTensors], Mapping[str, KeptTensor]]
+    weights: str | None = None
 
 
 def _one_weight(read: Callable[..., QuantizedWeight], layer: LayerTensors, **options: Any) -> dict[str, KeptTensor]:
@@ -160,7 +163,8 @@ def compressed_tensors(described: Described) -> Scheme:
     if len(blocks) > 1:
         raise ValueError("config_groups with different block_structures are not supported")
     read = partial(_one_weight, compressed_weight, block=blocks.pop() if blocks else None)
-    return Scheme("compressed-tensors", ("weight_scale",), read)
+    is_int8 = bool(weights) and all(INT8.items() <= {**INT8, "strategy": None, **each}.items() for each in weights)
+    return Scheme("compressed-tensors", ("weight_scale",), read, "int8" if is_int8 else None)
 
 
 def mxfp4(described: Described) -> Scheme:

@@ -73,7 +73,7 @@ class Resolved:
 
 def resolve(
     config: EngineConfig, model: ModelConfig, device: Device, *, stored_method: str | None = None,
-    stored_form: str = "the checkpoint is not quantized", is_quantized: bool | None = None,
+    stored_form: str = "the checkpoint is not quantized", stored_weights: str | None = "bfloat16",
     module_size: int | None = None,
 ) -> Resolved:  # fmt: skip
     """Resolve the open settings of a config.
@@ -81,7 +81,7 @@ def resolve(
     Args:
         stored_method: method by which the checkpoint is quantized; None: it is not.
         stored_form: form of the checkpoint's weights, in words.
-        is_quantized: whether some of them are; None: if there is a method.
+        stored_weights: their dtype if they are bfloat16, or int8 with one scale for each output; None: they are others.
         module_size: number of devices that hold a loaded module; None: the model is a checkpoint.
 
     Raises:
@@ -90,10 +90,9 @@ def resolve(
     choices, quantization = _Choices(config), None
     dtype: str | None
     if module_size is None:
-        # Products on several devices, and those of weights that are quantized in the checkpoint, take other ways.
-        is_quantized = stored_method is not None if is_quantized is None else is_quantized
-        is_usual = config.tensor_parallel_size in (None, 1) and not is_quantized
-        is_faster = is_usual and (config.quantization or "bfloat16") in device.bfloat16_weights
+        weights = config.quantization if config.quantization in QUANTIZATIONS else stored_weights
+        # Products on several devices take other ways.
+        is_faster = config.tensor_parallel_size in (None, 1) and weights in device.bfloat16_weights
         dtype = choices.choose("dtype", *_default_dtype(model, device, is_bfloat16_faster=is_faster))
         size = choices.choose("tensor_parallel_size", 1, "the default")
         quantization = _quantization(choices, stored_method, stored_form)

@@ -145,9 +145,11 @@ def _read_checkpoint(
     if has_weights and directory.is_file():
         file = open_gguf(directory)
         is_quantized = any(tensor.kind not in FLOATS for tensor in file.tensors.values())
-        return model, dict(stored_method=GGUF, stored_form=file.summary, is_quantized=is_quantized)
+        weights = None if is_quantized else "bfloat16"
+        return model, dict(stored_method=GGUF, stored_form=file.summary, stored_weights=weights)
     if has_weights and (scheme := read_scheme(directory)):
-        return model, dict(stored_method=scheme.method, stored_form="the method of the checkpoint")
+        form = "the method of the checkpoint"
+        return model, dict(stored_method=scheme.method, stored_form=form, stored_weights=scheme.weights)
     return model, {}
 
 

@@ -527,6 +527,24 @@ def test_schemes_are_read_from_either_field(tmp_path, described, options):
         assert scheme.method == described["quant_method"] and scheme.read.keywords == options
 
 
+@pytest.mark.parametrize(
+    "form, further, expected",
+    [
+        (("int-quantized", 8, "int"), {"strategy": "channel"}, "int8"), (("int-quantized", 8, "int"), {}, None),
+        (("int-quantized", 8, "int"), {"strategy": "group", "group_size": 32}, None),
+        (("int-quantized", 8, "int"), {"strategy": "channel", "symmetric": False}, None),
+        (("pack-quantized", 4, "int"), {"strategy": "channel"}, None),
+        (("float-quantized", 8, "float"), {"strategy": "channel"}, None),
+    ],
+)  # fmt: skip
+def test_a_scheme_tells_whether_each_output_has_one_scale_for_int8(form, further, expected):
+    described = quantized.compressed(*form, **further)
+    assert scheme_of(described).weights == expected
+    groups = described["config_groups"]
+    groups["group_1"] = {"weights": {"num_bits": 4, "strategy": "channel"}}
+    assert scheme_of(described).weights is None
+
+
 def test_the_flag_accepts_the_names_of_all_formats():
     assert tuple(FORMATS) == QUANTIZED_CHECKPOINTS
 

@@ -85,29 +85,28 @@ def test_dtype(platform, dtype, stored, expected):
 
 
 @pytest.mark.parametrize(
-    "stored, values, method, expected",
+    "dtype, values, stored, expected",
     [
-        ("bfloat16", {}, None, "bfloat16"), ("float32", {}, None, "float32"), ("float16", {}, None, "float32"),
-        ("bfloat16", {"dtype": "float32"}, None, "float32"), ("bfloat16", {"tensor_parallel_size": 2}, None, "float32"),
-        ("bfloat16", {"quantization": "int8"}, None, "bfloat16"),
-        ("bfloat16", {"quantization": "int4"}, None, "float32"), ("bfloat16", {}, "awq", "float32"),
+        ("bfloat16", {}, {}, "bfloat16"), ("float32", {}, {}, "float32"), ("float16", {}, {}, "float32"),
+        ("bfloat16", {"dtype": "float32"}, {}, "float32"), ("bfloat16", {"tensor_parallel_size": 2}, {}, "float32"),
+        ("bfloat16", {"quantization": "int8"}, {}, "bfloat16"), ("bfloat16", {"quantization": "int4"}, {}, "float32"),
+        ("bfloat16", {}, {"stored_method": "awq", "stored_weights": None}, "float32"),
+        ("bfloat16", {"quantization": "int8"}, {"stored_method": "awq", "stored_weights": None}, "bfloat16"),
+        ("bfloat16", {}, {"stored_method": "compressed-tensors", "stored_weights": "int8"}, "bfloat16"),
+        ("bfloat16", {"quantization": "compressed-tensors"},
+         {"stored_method": "compressed-tensors", "stored_weights": "int8"}, "bfloat16"),
+        ("bfloat16", {}, {"stored_method": "gguf", "stored_weights": "bfloat16"}, "bfloat16"),
+        ("bfloat16", {}, {"stored_method": "gguf", "stored_weights": None}, "float32"),
     ],
 )  # fmt: skip
-def test_a_cpu_that_multiplies_bfloat16_faster_keeps_it(stored, values, method, expected):
+def test_a_cpu_that_multiplies_bfloat16_faster_keeps_it(dtype, values, stored, expected):
     """Products on several devices and those of other weights run elsewhere."""
-    model = dataclasses.replace(MODEL, dtype=stored, hidden_size=2048, intermediate_size=4096)
+    model = dataclasses.replace(MODEL, dtype=dtype, hidden_size=2048, intermediate_size=4096)
     device = Device("a device", "cpu", bfloat16_weights=("bfloat16", "int8"))
-    made = resolve(EngineConfig(**values), model, device, stored_method=method)
+    made = resolve(EngineConfig(**values), model, device, **stored)
     assert made.dtype == expected
     reasons = {"bfloat16": "faster here", "float32": "most exact"}
     assert values.get("dtype") or reasons[expected] in choices(made)["dtype"][1]
-
-
-@pytest.mark.parametrize("is_quantized, expected", [(False, "bfloat16"), (True, "float32"), (None, "float32")])
-def test_a_file_in_gguf_whose_weights_are_bfloat16_keeps_it(is_quantized, expected):
-    model = dataclasses.replace(MODEL, dtype="bfloat16", hidden_size=2048, intermediate_size=4096)
-    device = Device("a device", "cpu", bfloat16_weights=("bfloat16", "int8"))
-    assert resolve(EngineConfig(), model, device, stored_method="gguf", is_quantized=is_quantized).dtype == expected
 
 
 @pytest.mark.parametrize("layers, expected", [(7, "float32"), (8, "bfloat16")])

@@ -34,7 +34,7 @@ FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 14  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 15  # part of the targets' names: executables on disk must not call a function of other arguments
 RESULTS = LOADED[:3]  # dtypes of results
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
@@ -162,13 +162,18 @@ class _Writer:
         self.most_t = 2 * self.tile_t  # rows of a stream
         self.first = STARTS + spec.has_experts  # argument of the first weight
         self._sums_size = amx.SIZE * strips.WIDTH if spec.tiles else UNIT_T * UNIT_O
+        self._is_small = self._num_wanted().compare("<=", strips.SMALL_T if spec.tiles else SMALL_T)
 
     # The outputs of a call are divided into blocks of UNIT_O, and its rows into blocks of UNIT_T of one expert. In a
     # call of a few rows each thread first has a large block of outputs, because weights are read fastest where they lie
     # in a row. The rest of the outputs are small blocks, so that all threads end at about the same time.
 
-    def _is_small(self) -> Value:
-        return self.call.size(X, 0).compare("<=", strips.SMALL_T if self.spec.tiles else SMALL_T)
+    def _num_wanted(self) -> Value:
+        """Return the number of rows that are computed in a call."""
+        count = Variable(self.code.value(0, I64))
+        with self.code.loop(0, self.call.size(X, 0)) as t:
+            count.set(count.get() + self.code.cast("zext", self._int(WANTED, t).compare("!=", 0), I64))
+        return count.get()
 
     def _sizes(self, outputs: Value) -> tuple[Value, Value, Value]:
         """Return the number of large blocks, and the sizes of large and of small blocks."""
@@ -177,7 +182,7 @@ class _Writer:
         small = code.maximum(outputs // (SMALL_BLOCKS * threads * step) * step, outputs * 0 + unit // 2)
         large = outputs * 3 // (4 * threads * step) * step  # three quarters of all outputs
         of_few, of_many = (outputs * 0 + threads, large, small), (outputs * 0, outputs * 0, outputs * 0 + unit)
-        count, large, small = (code.select(self._is_small(), a, b) for a, b in zip(of_few, of_many))
+        count, large, small = (code.select(self._is_small, a, b) for a, b in zip(of_few, of_many))
         return count, large, small
 
     def _blocks(self, weight: int) -> Value:
@@ -275,18 +280,19 @@ class _Writer:
         matrices = [self._matrix(number.get() + i) for i in range(1 + self.spec.gated)]
         y, sums = self.call.result(number.get()), [code.scratch(self._sums_size, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
-        writer: _Vectors | strips.TileStrips
-        if self.spec.tiles:
-            writer = self._strips(start_t, stop_t, left.get())
-        else:
-            writer = _Vectors(self, matrices[0], rows, count)
-        with code.when(count.compare(">", 0)), code.loop(start_o, stop_o, writer.width) as o:
-            end_o = code.minimum(o + writer.width, stop_o)
-            for matrix, sums_to in zip(matrices, sums):
-                first_o = expert * matrix.outputs
-                writer.write(matrix, (first_o + o, first_o + end_o, first_o + stop_o), sums_to)
-            added = self._added(number.get(), len(matrices))
-            self._finish(matrices, sums, added, expert, (o, end_o), writer, y, rows, count)
+        with code.when(count.compare(">", 0)):
+            writer: _Vectors | strips.TileStrips
+            if self.spec.tiles:
+                writer = self._strips(code.load(rows, 0, I64), code.load(rows, count - 1, I64) + 1, left.get())
+            else:
+                writer = _Vectors(self, matrices[0], rows, count)
+            with code.loop(start_o, stop_o, writer.width) as o:
+                end_o = code.minimum(o + writer.width, stop_o)
+                for matrix, sums_to in zip(matrices, sums):
+                    first_o = expert * matrix.outputs
+                    writer.write(matrix, (first_o + o, first_o + end_o, first_o + stop_o), sums_to)
+                added = self._added(number.get(), len(matrices))
+                self._finish(matrices, sums, added, expert, (o, end_o), writer, y, rows, count)
         with code.loop(start_t, stop_t) as t:
             first = t * matrices[0].outputs
             with (

@@ -7,7 +7,7 @@ highest maxima.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,8 @@ class SampleOptions(NamedTuple):
             model's own. That costs a search of the vocabulary for the samples with filters.
         settings: the settings that samples use at most; `ANY` if `processed`.
         several: whether there are executables for several settings, whose results must have the same bits.
+        at_once: samples that are computed at once with any settings, which takes memory for several arrays of logits;
+            None: all.
         ops: the ops of sampling.
     """
 
@@ -57,6 +59,7 @@ class SampleOptions(NamedTuple):
     processed: bool = False
     settings: Settings = Settings.ANY
     several: bool = False
+    at_once: int | None = None
     ops: Ops = Ops(load(REFERENCE))
 
 
@@ -96,7 +99,8 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
     """
     k, ops = min(options.num_top, logits_sv.shape[1]), options.ops
     if options.processed:
-        return _sample_processed(logits_sv, state, sampling, k, ops)
+        describe = lambda logits_sv, sampling: _sample_processed(logits_sv, state, sampling, k, ops)
+        return cast(Sampled, _by_parts(describe, (logits_sv, sampling), options.at_once))
     best_s, lse_s = ops.argmax_and_lse(logits_sv)
     if options.several:  # operations that only some executables have are not fused with these
         logits_sv, best_s, lse_s = lax.optimization_barrier((logits_sv, best_s, lse_s))
@@ -105,10 +109,11 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
         is_simple_s = ~(sampling.stateful | sampling.beam | sampling.filtered)
         is_simple_s &= sampling.num_top <= 1
         is_any = jnp.any(drawn_s | sampling.masked | (sampling.num_top > 0))
+        arrays = logits_sv, best_s, lse_s, sampling
         choices = [
             lambda: (best_s, *_no_lists(len(best_s), k)),
-            lambda: _choose_simple(logits_sv, best_s, lse_s, sampling, k, ops),
-            lambda: _choose(logits_sv, best_s, lse_s, state, sampling, k, ops),
+            lambda: _choose_simple(*arrays, k, ops),
+            lambda: _by_parts(lambda *part: _choose(*part, state, k, ops), arrays, options.at_once),
         ]
         tokens, *lists = lax.switch(jnp.where(jnp.all(is_simple_s), is_any.astype(jnp.int32), 2), choices)
     else:
@@ -117,6 +122,20 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
             tokens = _draw(logits_sv, best_s, sampling, ops, options.settings)
         lists = _no_lists(len(tokens), k)
     return Sampled(tokens, _logprobs(logits_sv, tokens, lse_s), *lists)
+
+
+def _by_parts(function: Callable[..., Any], arrays: tuple[Any, ...], most: int | None) -> Any:
+    """Return the result of a function for arrays of S rows, which is computed for a part of the rows at a time.
+
+    Args:
+        most: maximum rows of a part; None: S. If no number from half of it on divides S, there is one part.
+    """
+    rows = len(arrays[0])
+    size = next((n for n in range(most, most // 2 - 1, -1) if rows % n == 0), rows) if most else rows
+    if size == rows:
+        return function(*arrays)
+    parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
+    return jax.tree.map(lambda y: y.reshape(rows, *y.shape[2:]), lax.map(lambda part: function(*part), parts))
 
 
 def _choose_simple(
@@ -135,7 +154,7 @@ def _choose_simple(
 
 
 def _choose(
-    logits_sv: jax.Array, best_s: jax.Array, lse_s: jax.Array, state: SamplingState, sampling: Sampling, k: int,
+    logits_sv: jax.Array, best_s: jax.Array, lse_s: jax.Array, sampling: Sampling, state: SamplingState, k: int,
     ops: Ops,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return the tokens [S] of samples with any settings, their ranks, and the lists [S, K]."""

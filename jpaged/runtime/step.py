@@ -31,6 +31,10 @@ from pallas_kernels import ROW_ORDER, Kernels, Weight
 # XLA's own list lacks loops. An older driver leaves conditions out; the host then waits.
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
+# Samples whose settings a CPU applies at once. Each takes six arrays of the vocabulary, and malloc returns more than
+# 32 MiB after each step, whose pages then cost more time than the sampling.
+CPU_SAMPLES = 16
+
 
 def forward(
     model: Model, cache: KVCache, pool: Pool, batch: Batch, *, decode: bool, kernels: Kernels | None = None,
@@ -160,6 +164,7 @@ class Step:
 
     def __post_init__(self) -> None:
         whole, platform = self.placement.whole, self.placement.platform
+        self._at_once = CPU_SAMPLES if platform == "cpu" else None
         self.settings = (Settings.ANY,) if platform == "cpu" or self.processed_logprobs else tuple(Settings)
         # Results on other devices than the arguments of the next step would need further executables.
         self.forward = jax.jit(
@@ -200,7 +205,8 @@ class Step:
         sampling = sampling_of(rows_sf, bits)
         sampling = sampling._replace(last_tokens=_known(sampling.last_tokens, last_tokens_r))
         num_top, several = max(MAX_TOP, self.max_logprobs), len(self.settings) > 1
-        options = SampleOptions(num_top, self.processed_logprobs, settings, several, self.cache.kernels)
+        processed, at_once = self.processed_logprobs, self._at_once
+        options = SampleOptions(num_top, processed, settings, several, at_once, self.cache.kernels)
         logits_sv = self._logits(params, x_sd, sampling)
         sampled, state = sample_divided(logits_sv, state, sampling, options, self.placement)
         at_s = jnp.where(sampling.rows < 0, len(last_tokens_r), sampling.rows)  # past the end: dropped

@@ -818,6 +818,28 @@ def test_token_logprobs(num_tokens, num_top):
         _check_list(Row(num_top=num_top if wanted else 0), log_softmax(logits), got, i, by_id=False)
 
 
+@pytest.mark.parametrize("processed", [False, True])
+def test_samples_that_are_computed_in_parts_have_the_same_results(processed):
+    rng = np.random.default_rng(5)
+    rows = [
+        Row(
+            temperature=i % 3 / 2, top_k=i % 4 * 9, top_p=0.5 + i % 2 / 2, seed=i, position=i, stateful=i % 5 == 0,
+            presence=0.5, repetition=1.5, beam=i % 7 == 0, num_top=i % 4, output=(1, i),
+            allowed=frozenset(range(i, V)) if i % 6 == 0 else None,
+        )
+        for i in range(24)
+    ]  # fmt: skip
+    state, sampling = pack(rows)
+    logits = rng.normal(0, 2, (24, V)).astype(np.float32)
+    results = []
+    for at_once in (None, 10):
+        options = SampleOptions(K, processed, at_once=at_once, ops=Ops(load("pallas_kernels.cpu")))
+        run = jax.jit(functools.partial(sample, options=options))
+        results.append([x.tobytes() for x in jax.tree.map(np.asarray, run(logits, state, sampling))])
+        assert ("3x8x77xf32" in run.lower(logits, state, sampling).as_text()) == (at_once is not None)
+    assert results[0] == results[1]
+
+
 def test_token_logprobs_computes_a_tile_at_a_time_and_only_those_wanted():
     tiles = []
 

@@ -25,7 +25,7 @@ CPU_LONG_BLOCK_SIZE, CPU_LONG = 64, 2048
 
 
 MAX_DRAFTS, MAX_MATCH = 32, 64  # drafts of a sequence in a step, and tokens that are compared to find them
-DRAFTING_SEQS = 4  # a step has room for the drafts of so many sequences: more pay for padding, if they pay at all
+DRAFTING_SEQS = 8  # a step has room for the drafts of so many sequences: more pay for padding, if they pay at all
 
 
 class PlatformDefaults(NamedTuple):

@@ -168,14 +168,14 @@ def test_a_request_may_have_fewer_drafts():
     assert limited.sequences[0].drafter is not None
 
 
-def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_for_them():
+def test_a_step_has_room_for_the_drafts_of_eight_sequences_and_preempts_nothing_for_them():
     scheduler, runner = traffic.make(blocks=200, seqs=20, tokens=200, drafts=3)
     for i in range(20):
         traffic.add(scheduler, i, [1, 2, i], max_tokens=30)
     most = 0
     while scheduler.has_work:
         most = max(most, len(traffic.step(scheduler, runner).plan.drafts))
-    assert 6 < most <= scheduler.limits.max_num_drafts == 12
+    assert 12 < most <= scheduler.limits.max_num_drafts == 24
     scheduler, runner = traffic.make(blocks=2, size=4, seqs=2, drafts=4, cache=False)
     for i in range(2):
         traffic.add(scheduler, i, [1, 2], max_tokens=2)
@@ -184,7 +184,7 @@ def test_a_step_has_room_for_the_drafts_of_four_sequences_and_preempts_nothing_f
 
 
 def test_the_room_of_a_step_is_divided_among_the_sequences_that_find_drafts():
-    scheduler, runner = traffic.make(blocks=200, seqs=8, tokens=200, drafts=4)
+    scheduler, runner = traffic.make(blocks=200, seqs=8, tokens=200, drafts=2)
     for i in range(8):
         traffic.add(scheduler, i, [1, 2, 1, 2, 1, 2, 1], max_tokens=30)
     plans = []
@@ -320,7 +320,7 @@ def test_the_drafts_of_a_step_are_divided_among_the_sequences():
         if i in (0, 3, 5, 11):
             plan = scheduler.schedule()
             scheduler.commit(plan, runner.step(plan))
-            assert {count for _, count in scheduler.wanted_drafts()} == {min(3, 3 * 4 // (i + 1))}
+            assert {count for _, count in scheduler.wanted_drafts()} == {min(3, 3 * 8 // (i + 1))}
     assert len(scheduler.wanted_drafts()) == 12
 
 

@@ -191,12 +191,16 @@ def test_errors_of_a_draft_model_name_the_setting(directory):
 
 
 def test_a_draft_model_has_the_limits_of_the_engine_and_fewer_sequences(directory):
-    setup = prepare(drafting_config(directory, max_model_len=None, speculative_config=drafts_of(directory)))
+    config = drafting_config(
+        directory, max_model_len=None, max_num_seqs=16, num_gpu_blocks_override=64,
+        speculative_config=drafts_of(directory),
+    )  # fmt: skip
+    setup = prepare(config)
     limits = setup.draft_model.resolved.limits
     assert limits.max_model_len == setup.resolved.limits.max_model_len
-    assert limits.max_num_seqs == 8 and limits.block_size == 8 and limits.speculative_config is None
-    few = prepare(drafting_config(directory, speculative_config=drafts_of(directory, num_speculative_tokens=1)))
-    assert few.draft_model.resolved.limits.max_num_seqs == 4, "a step has room for four drafts"
+    assert limits.max_num_seqs == 16 and limits.block_size == 8 and limits.speculative_config is None
+    few = prepare(dataclasses.replace(config, speculative_config=drafts_of(directory, num_speculative_tokens=1)))
+    assert few.draft_model.resolved.limits.max_num_seqs == 8, "a step has room for eight drafts"
 
 
 def test_both_pools_share_the_memory(engine, monkeypatch):

@@ -113,7 +113,7 @@ def sample(logits_sv: jax.Array, state: SamplingState, sampling: Sampling, optio
         choices = [
             lambda: (best_s, *_no_lists(len(best_s), k)),
             lambda: _choose_simple(*arrays, k, ops),
-            lambda: _by_parts(lambda *part: _choose(*part, state, k, ops), arrays, options.at_once),
+            lambda: _by_parts(functools.partial(_choose, state=state, k=k, ops=ops), arrays, options.at_once),
         ]
         tokens, *lists = lax.switch(jnp.where(jnp.all(is_simple_s), is_any.astype(jnp.int32), 2), choices)
     else:

@@ -284,19 +284,19 @@ def make_write(
     slots = rng.permutation(num_blocks * block_size)[:num_tokens]
     slots[::3] = -1
     shape = (num_blocks, num_kv_heads, block_size, pool_head_dim or head_dim)
-    pool = jnp.full(shape, jnp.nan, FP8 if fp8 else dtype)
+    pool = _array(np.full(shape, np.nan), FP8 if fp8 else dtype)
     options = {}
     if rotated:
         angle = rng.uniform(-4, 4, (num_tokens, head_dim // 2))
         options |= dict(cos_t=np.cos(angle), sin_t=np.sin(angle))
     if fp8:  # some numbers are past what fits
         options |= {name: rng.uniform(1e-3, 2, num_kv_heads) for name in ("k_scale_k", "v_scale_k")}
-    options = {name: jnp.asarray(x, jnp.float32) for name, x in options.items()}
-    k, v = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+    options = {name: _array(x, np.float32) for name, x in options.items()}
+    k, v = _array(k, dtype), _array(v, dtype)
     if rotated and group:
         q = rng.standard_normal((num_tokens, num_kv_heads * group, head_dim))
-        options["q_tnh"] = jnp.asarray(q, dtype)
-    return Write(pool, pool, k, v, jnp.asarray(slots, jnp.int32), options)
+        options["q_tnh"] = _array(q, dtype)
+    return Write(pool, pool, k, v, _array(slots, np.int32), options)
 
 
 def make_batch(
@@ -344,20 +344,25 @@ def make_batch(
     if padding_rows:
         q[-padding_rows:] = np.nan
     if sinks:  # from those without effect to those that outweigh all keys
-        options |= dict(sinks_n=jnp.asarray(rng.uniform(-4, 8, num_kv_heads * group), jnp.float32))
+        options |= dict(sinks_n=_array(rng.uniform(-4, 8, num_kv_heads * group), np.float32))
     if fp8:
-        options |= dict(k_scale_k=jnp.asarray(scales[0]), v_scale_k=jnp.asarray(scales[1]))
+        options |= dict(k_scale_k=_array(scales[0], np.float32), v_scale_k=_array(scales[1], np.float32))
     return Batch(
-        q=jnp.asarray(q, dtype),
-        k_pool=jnp.asarray(k_pool, pool_dtype),
-        v_pool=jnp.asarray(v_pool, pool_dtype),
-        block_tables=jnp.asarray(tables),
-        context_lens=jnp.asarray(contexts, jnp.int32),
-        cu_q_lens=None if q_lens is None else jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32),
+        q=_array(q, dtype),
+        k_pool=_array(k_pool, pool_dtype),
+        v_pool=_array(v_pool, pool_dtype),
+        block_tables=_array(tables, np.int32),
+        context_lens=_array(contexts, np.int32),
+        cu_q_lens=None if q_lens is None else _array(np.cumsum([0, *q_lens]), np.int32),
         dense=dense,
         options=dict(scale=scale or head_dim**-0.5, **options),
     )
 
 
+def _array(x: Any, dtype) -> jax.Array:
+    """Return an array without a program of XLA's."""
+    return jax.device_put(np.asarray(x).astype(dtype))
+
+
 def _rounded(x: np.ndarray, dtype) -> np.ndarray:
-    return np.asarray(jnp.asarray(x, dtype), np.float64)
+    return np.asarray(_array(x, dtype), np.float64)

@@ -21,17 +21,17 @@ FP8 = jnp.float8_e4m3fn
 class Batch:
     """The arguments of an attention op, and their meaning: each sequence's dense keys and values."""
 
-    q: jax.Array  # [S, N, H] or [T, N, H]
-    k_pool: jax.Array  # [P, K, B, pool's H]
-    v_pool: jax.Array  # [P, K, B, pool's H]
-    block_tables: jax.Array  # [S, W]
-    context_lens: jax.Array  # [S]
-    cu_q_lens: jax.Array | None  # [S + 1]; None: one query token per sequence
+    q: np.ndarray  # [S, N, H] or [T, N, H]
+    k_pool: np.ndarray  # [P, K, B, pool's H]
+    v_pool: np.ndarray  # [P, K, B, pool's H]
+    block_tables: np.ndarray  # [S, W]
+    context_lens: np.ndarray  # [S]
+    cu_q_lens: np.ndarray | None  # [S + 1]; None: one query token per sequence
     dense: list[tuple[np.ndarray, np.ndarray]]  # per sequence k, v [context, K, H], float64
     options: dict[str, Any]
 
     @property
-    def args(self) -> tuple[jax.Array, ...]:
+    def args(self) -> tuple[np.ndarray, ...]:
         args = (self.q, self.k_pool, self.v_pool, self.block_tables, self.context_lens)
         return args if self.cu_q_lens is None else (*args, self.cu_q_lens)
 
@@ -111,18 +111,18 @@ def attend(
 class Write:
     """The arguments of a KV write; slots no token is written to hold NaN and must keep it."""
 
-    k_pool: jax.Array  # [P, K, B, pool's H]
-    v_pool: jax.Array
-    k: jax.Array  # [T, K, H]
-    v: jax.Array
-    slot_mapping: jax.Array  # [T]
-    options: dict[str, jax.Array]
+    k_pool: np.ndarray  # [P, K, B, pool's H]
+    v_pool: np.ndarray
+    k: np.ndarray  # [T, K, H]
+    v: np.ndarray
+    slot_mapping: np.ndarray  # [T]
+    options: dict[str, np.ndarray]
 
     @property
-    def args(self) -> tuple[jax.Array, ...]:
+    def args(self) -> tuple[np.ndarray, ...]:
         return self.k_pool, self.v_pool, self.k, self.v, self.slot_mapping
 
-    def rotated(self, x: jax.Array) -> np.ndarray:
+    def rotated(self, x: np.ndarray) -> np.ndarray:
         """Heads of the tokens in float64, rotated if there are angles."""
         if "cos_t" not in self.options:
             return np.asarray(x, np.float64)
@@ -149,7 +149,7 @@ class Write:
             pools.append(pool)
         return pools[0], pools[1]
 
-    def check(self, k_pool: jax.Array, v_pool: jax.Array, q: jax.Array | None = None) -> None:
+    def check(self, k_pool: np.ndarray, v_pool: np.ndarray, q: np.ndarray | None = None) -> None:
         """Asserts that both pools are right: to the bit where nothing but a move happens, else to rounding."""
         assert (q is None) == ("q_tnh" not in self.options)
         if q is not None:
@@ -359,9 +359,8 @@ def make_batch(
     )
 
 
-def _array(x: Any, dtype) -> jax.Array:
-    """Return an array without a program of XLA's."""
-    return jax.device_put(np.asarray(x).astype(dtype))
+def _array(x: Any, dtype) -> np.ndarray:
+    return np.asarray(x).astype(dtype)
 
 
 def _rounded(x: np.ndarray, dtype) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Weight, cpu, reference
+from pallas_kernels import Weight
 from pallas_kernels.cpu import amx, attention, digits, runs, strips
 from pallas_kernels.cpu.code import I8, I64, Machine
 from pallas_kernels.cpu.contexts import PART
@@ -17,7 +17,7 @@ from pallas_kernels.cpu.decode_tiles import TileDecodeWriter
 from pallas_kernels.cpu.product import UNIT_T
 from pallas_kernels.cpu.prompt_tiles import TilePromptWriter
 from tests.kernels import cases
-from tests.kernels.implementations import CPU, ops_of
+from tests.kernels.implementations import CPU, REFERENCE
 from tests.kernels.products import FORMS, exact_matrix, weight_in, x_of
 from tests.kernels.test_product import OPS, PRODUCT, PRODUCTS, assert_product
 
@@ -216,8 +216,8 @@ class TestPrompts:
 
     def test_keys_whose_scale_is_0(self):
         batch = cases.make_batch([100], q_lens=[100], group=3, fp8=True)
-        batch.options["k_scale_k"] = jnp.zeros_like(batch.options["k_scale_k"])
-        found, expected = (batch.run(ops_of(each).ragged_paged_attention) for each in (cpu, reference))
+        batch.options["k_scale_k"] = np.zeros_like(batch.options["k_scale_k"])
+        found, expected = (batch.run(each.ragged_paged_attention) for each in (CPU, REFERENCE))
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=0.02)
 
     @pytest.mark.parametrize("fault", ["pairs of one value", "keys of the first tile"])
@@ -236,7 +236,7 @@ class TestPrompts:
         monkeypatch.setattr(attention, "VERSION", next(VERSIONS))
         batch = cases.make_batch([100], q_lens=[100], group=3)
         with pytest.raises(AssertionError):
-            batch.check(batch.run(ops_of(cpu).ragged_paged_attention))
+            batch.check(batch.run(CPU.ragged_paged_attention))
 
 
 KINDS = [
@@ -255,11 +255,9 @@ def sharing(kind: dict, contexts: list[int], own: list[int]) -> cases.Batch:
     tables = np.repeat(np.asarray(batch.block_tables)[:1], len(contexts), axis=0)
     for s, first in enumerate(own):
         tables[s, first:] = batch.block_tables[s, first:]
-    pools = (jnp.where(jnp.isnan(pool), 0, pool).astype(pool.dtype) for pool in (batch.k_pool, batch.v_pool))
-    k_pool, v_pool, context_lens = *pools, jnp.array(contexts, jnp.int32)
-    return dataclasses.replace(
-        batch, k_pool=k_pool, v_pool=v_pool, block_tables=jnp.asarray(tables), context_lens=context_lens
-    )
+    k_pool, v_pool = (np.where(np.isnan(pool), np.zeros_like(pool), pool) for pool in (batch.k_pool, batch.v_pool))
+    context_lens = np.array(contexts, np.int32)
+    return dataclasses.replace(batch, k_pool=k_pool, v_pool=v_pool, block_tables=tables, context_lens=context_lens)
 
 
 def alone(batch: cases.Batch, s: int) -> cases.Batch:
@@ -311,4 +309,4 @@ class TestDecodeTokens:
         right = batch.run(CPU.paged_decode_attention)
         monkeypatch.setattr(*faults[fault])
         monkeypatch.setattr(attention, "VERSION", next(VERSIONS))
-        assert (batch.run(ops_of(cpu).paged_decode_attention) != right).any()
+        assert (batch.run(CPU.paged_decode_attention) != right).any()

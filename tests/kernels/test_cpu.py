@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Weight, cpu, reference, select
+from pallas_kernels import Weight, cpu, select
 from pallas_kernels.cpu import attention, code, ffi
 from pallas_kernels.cpu.tiles import SEGMENT
 from pallas_kernels.rows import product as product_by_rows
@@ -70,7 +70,7 @@ NARROW = [("cpu", None, "float16"), ("cpu", [1, 3, 150], "bfloat16")]
 )  # fmt: skip
 def test_narrow_pools_are_read_as_their_float32_numbers(name, q_lens, pool_dtype):
     """Keys are multiplied one half after the other or all at once, in one order or another: within rounding."""
-    ops, options = (CPU if name == "cpu" else ops_of(reference)), dict(q_lens=q_lens, group=3, block_size=64)
+    ops, options = (CPU if name == "cpu" else REFERENCE), dict(q_lens=q_lens, group=3, block_size=64)
     batch = cases.make_batch([1, 70, 700], dtype=jnp.float32, window=300, **options)
     op = ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention
     narrow = replace(batch, k_pool=batch.k_pool.astype(pool_dtype), v_pool=batch.v_pool.astype(pool_dtype))
@@ -117,8 +117,7 @@ def test_vectors_of_other_machines(lanes, registers, forms, monkeypatch):
         monkeypatch.setattr(module, "register", named)
     for q_lens in (None, [1, 3, 100]):
         batch = cases.make_batch([1, 70, 100], q_lens=q_lens, group=3, dtype=jnp.float32, soft_cap=1.0, window=50)
-        ops = ops_of(cpu)
-        batch.check(batch.run(ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention))
+        batch.check(batch.run(CPU.paged_decode_attention if q_lens is None else CPU.ragged_paged_attention))
     multiply = jax.jit(lambda *args: OPS.product(*args))
     for rows in (1, 5, 70):
         for name, form in forms.items():

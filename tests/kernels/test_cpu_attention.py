@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import cpu
 from pallas_kernels.cpu import attention, code, contexts, decode, ffi, prompt, team, writes
 from tests.kernels import cases
-from tests.kernels.implementations import CPU, REFERENCE, ops_of
+from tests.kernels.implementations import CPU, REFERENCE, jitted, ops_of, wrapped
 
 PART = contexts.PART
 KINDS = {
@@ -40,7 +40,7 @@ def fresh_ops(monkeypatch):
         for module in (attention, writes):
             named = lambda name, *writers, **options: register(f"{name}_{own}_{number}", *writers, **options)
             monkeypatch.setattr(module, "register", named)
-        return ops_of(cpu)
+        return wrapped(cpu, jitted)
 
     return fresh
 

@@ -1,5 +1,6 @@
 """Every implementation against a plain float64 loop; and proofs that the comparison can fail."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -251,7 +252,7 @@ def test_parts_merge(kernels):
     )
     op = kernels.paged_decode_attention
     parts = [op(*part.args, **part.options) for part in (prefix, rest)]
-    out, lse = merge_attention(*parts[0], *parts[1])
+    out, lse = jax.jit(merge_attention)(*parts[0], *parts[1])
     batch.check((np.asarray(out, np.float64), np.asarray(lse)))
 
 

@@ -21,17 +21,17 @@ FP8 = jnp.float8_e4m3fn
 class Batch:
     """The arguments of an attention op, and their meaning: each sequence's dense keys and values."""
 
-    q: jax.Array  # [S, N, H] or [T, N, H]
-    k_pool: jax.Array  # [P, K, B, pool's H]
-    v_pool: jax.Array  # [P, K, B, pool's H]
-    block_tables: jax.Array  # [S, W]
-    context_lens: jax.Array  # [S]
-    cu_q_lens: jax.Array | None  # [S + 1]; None: one query token per sequence
+    q: np.ndarray  # [S, N, H] or [T, N, H]
+    k_pool: np.ndarray  # [P, K, B, pool's H]
+    v_pool: np.ndarray  # [P, K, B, pool's H]
+    block_tables: np.ndarray  # [S, W]
+    context_lens: np.ndarray  # [S]
+    cu_q_lens: np.ndarray | None  # [S + 1]; None: one query token per sequence
     dense: list[tuple[np.ndarray, np.ndarray]]  # per sequence k, v [context, K, H], float64
     options: dict[str, Any]
 
     @property
-    def args(self) -> tuple[jax.Array, ...]:
+    def args(self) -> tuple[np.ndarray, ...]:
         args = (self.q, self.k_pool, self.v_pool, self.block_tables, self.context_lens)
         return args if self.cu_q_lens is None else (*args, self.cu_q_lens)
 
@@ -111,18 +111,18 @@ def attend(
 class Write:
     """The arguments of a KV write; slots no token is written to hold NaN and must keep it."""
 
-    k_pool: jax.Array  # [P, K, B, pool's H]
-    v_pool: jax.Array
-    k: jax.Array  # [T, K, H]
-    v: jax.Array
-    slot_mapping: jax.Array  # [T]
-    options: dict[str, jax.Array]
+    k_pool: np.ndarray  # [P, K, B, pool's H]
+    v_pool: np.ndarray
+    k: np.ndarray  # [T, K, H]
+    v: np.ndarray
+    slot_mapping: np.ndarray  # [T]
+    options: dict[str, np.ndarray]
 
     @property
-    def args(self) -> tuple[jax.Array, ...]:
+    def args(self) -> tuple[np.ndarray, ...]:
         return self.k_pool, self.v_pool, self.k, self.v, self.slot_mapping
 
-    def rotated(self, x: jax.Array) -> np.ndarray:
+    def rotated(self, x: np.ndarray) -> np.ndarray:
         """Heads of the tokens in float64, rotated if there are angles."""
         if "cos_t" not in self.options:
             return np.asarray(x, np.float64)
@@ -149,7 +149,7 @@ class Write:
             pools.append(pool)
         return pools[0], pools[1]
 
-    def check(self, k_pool: jax.Array, v_pool: jax.Array, q: jax.Array | None = None) -> None:
+    def check(self, k_pool: np.ndarray, v_pool: np.ndarray, q: np.ndarray | None = None) -> None:
         """Asserts that both pools are right: to the bit where nothing but a move happens, else to rounding."""
         assert (q is None) == ("q_tnh" not in self.options)
         if q is not None:
@@ -284,19 +284,19 @@ def make_write(
     slots = rng.permutation(num_blocks * block_size)[:num_tokens]
     slots[::3] = -1
     shape = (num_blocks, num_kv_heads, block_size, pool_head_dim or head_dim)
-    pool = jnp.full(shape, jnp.nan, FP8 if fp8 else dtype)
+    pool = _array(np.full(shape, np.nan), FP8 if fp8 else dtype)
     options = {}
     if rotated:
         angle = rng.uniform(-4, 4, (num_tokens, head_dim // 2))
         options |= dict(cos_t=np.cos(angle), sin_t=np.sin(angle))
     if fp8:  # some numbers are past what fits
         options |= {name: rng.uniform(1e-3, 2, num_kv_heads) for name in ("k_scale_k", "v_scale_k")}
-    options = {name: jnp.asarray(x, jnp.float32) for name, x in options.items()}
-    k, v = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+    options = {name: _array(x, np.float32) for name, x in options.items()}
+    k, v = _array(k, dtype), _array(v, dtype)
     if rotated and group:
         q = rng.standard_normal((num_tokens, num_kv_heads * group, head_dim))
-        options["q_tnh"] = jnp.asarray(q, dtype)
-    return Write(pool, pool, k, v, jnp.asarray(slots, jnp.int32), options)
+        options["q_tnh"] = _array(q, dtype)
+    return Write(pool, pool, k, v, _array(slots, np.int32), options)
 
 
 def make_batch(
@@ -344,20 +344,24 @@ def make_batch(
     if padding_rows:
         q[-padding_rows:] = np.nan
     if sinks:  # from those without effect to those that outweigh all keys
-        options |= dict(sinks_n=jnp.asarray(rng.uniform(-4, 8, num_kv_heads * group), jnp.float32))
+        options |= dict(sinks_n=_array(rng.uniform(-4, 8, num_kv_heads * group), np.float32))
     if fp8:
-        options |= dict(k_scale_k=jnp.asarray(scales[0]), v_scale_k=jnp.asarray(scales[1]))
+        options |= dict(k_scale_k=_array(scales[0], np.float32), v_scale_k=_array(scales[1], np.float32))
     return Batch(
-        q=jnp.asarray(q, dtype),
-        k_pool=jnp.asarray(k_pool, pool_dtype),
-        v_pool=jnp.asarray(v_pool, pool_dtype),
-        block_tables=jnp.asarray(tables),
-        context_lens=jnp.asarray(contexts, jnp.int32),
-        cu_q_lens=None if q_lens is None else jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32),
+        q=_array(q, dtype),
+        k_pool=_array(k_pool, pool_dtype),
+        v_pool=_array(v_pool, pool_dtype),
+        block_tables=_array(tables, np.int32),
+        context_lens=_array(contexts, np.int32),
+        cu_q_lens=None if q_lens is None else _array(np.cumsum([0, *q_lens]), np.int32),
         dense=dense,
         options=dict(scale=scale or head_dim**-0.5, **options),
     )
 
 
+def _array(x: Any, dtype) -> np.ndarray:
+    return np.asarray(x).astype(dtype)
+
+
 def _rounded(x: np.ndarray, dtype) -> np.ndarray:
-    return np.asarray(jnp.asarray(x, dtype), np.float64)
+    return np.asarray(_array(x, dtype), np.float64)

@@ -64,7 +64,7 @@ class Problem:
 
     def compute(self, op, calls: Sequence[Call]) -> tuple[list[np.ndarray], np.ndarray]:
         """Run calls one after the other, and return the outputs of each stream and the pages."""
-        states, outputs = jnp.asarray(self.states), [[] for _ in self.streams]
+        states, outputs = self.states, [[] for _ in self.streams]
         done = [0] * len(self.streams)
         for call in calls:
             rows, lens, reads, writes = [], [], [], []
@@ -77,7 +77,7 @@ class Problem:
                 writes += piece.writes
             padding = max(0, call.num_sequences - len(lens))
             cu = np.cumsum([0, *lens, *[0] * padding])
-            chains = Chains(*(jnp.asarray(x, jnp.int32) for x in (
+            chains = Chains(*(np.asarray(x, np.int32) for x in (
                 cu, reads + [NO_STATE] * padding, writes + [-1] * padding,
             )))  # fmt: skip
             out, states = self.run(op, [_padded(x, call.num_tokens) for x in zip(*rows)], states, chains)

@@ -1,13 +1,13 @@
 """Weights in every form, with their exact numbers."""
 
+import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Weight
-from pallas_kernels.weights import E2M1, Format, quantize
+from pallas_kernels.weights import E2M1, MIDDLE, Format
 
 FORMS = {
     "float32": Format("float32"),
@@ -26,18 +26,58 @@ FORMS = {
 }
 
 
-def x_of(rows: int, inputs: int, dtype: str = "float32") -> jax.Array:
-    """Return random rows [T, I]."""
-    return jax.random.normal(jax.random.key(rows), (rows, inputs), dtype)
+@functools.cache
+def x_of(rows: int, inputs: int, dtype: str = "float32") -> np.ndarray:
+    """Return random rows [T, I]; in bfloat16 multiples of 1/32, which whole numbers of 15 bits stand for exactly."""
+    exact = np.random.default_rng(rows).standard_normal((rows, inputs))
+    return _constant((np.round(exact * 32) / 32 if dtype == "bfloat16" else exact).astype(np.dtype(dtype)))
 
 
+@functools.cache
 def weight_in(form: Format, *shape: int, bias: str | None = None) -> Weight:
-    """Return a random weight of a shape [O, I] or [E, O, I] in a form, with a bias of a dtype."""
-    exact = jax.random.normal(jax.random.key(sum(shape)), shape)
-    weight = Weight(exact.astype(form.dtype)) if form.scales is None else quantize(exact, form)
+    """Return a random weight of a shape [O, I] or [E, O, I] in a form, with a bias of a dtype.
+
+    Its numbers are about as large as those of a normal distribution, and use all values that the form has.
+    """
+    rng, (*outputs, inputs) = np.random.default_rng(sum(shape)), shape
+    if form.scales is None:
+        values, factors = rng.standard_normal(shape).astype(np.dtype(form.dtype)), []
+    else:
+        groups = outputs if form.group is None else [*outputs, inputs // form.group]
+        values = _numbers(rng, form, shape)
+        if form.is_mxfp4:
+            factors = [rng.integers(124, 127, groups).astype(np.uint8)]
+        else:
+            scales = rng.uniform(0.5, 1.5, groups) / SPREAD[form.dtype]
+            middle = MIDDLE if form.is_packed else 0
+            factors = [scales, rng.uniform(-0.5, 0.5, groups) - middle * scales][: 2 if form.minima else 1]
+            factors = [x.astype(dtype) for x, dtype in zip(factors, (form.scales, form.minima))]
+    weight = Weight(_constant(values), *map(_constant, factors))
     assert weight.format == form
-    outputs = shape[:-1]
-    return weight._replace(bias=bias and jnp.linspace(-1, 1, math.prod(outputs), dtype=bias).reshape(outputs))
+    if bias is None:
+        return weight
+    return weight._replace(
+        bias=_constant(np.linspace(-1, 1, math.prod(outputs)).reshape(outputs).astype(np.dtype(bias)))
+    )
+
+
+# The root of the mean square of the numbers that a weight of a dtype has here.
+SPREAD = {"int8": 74, "float8_e4m3fn": 100, "uint8": 4.6}
+
+
+def _numbers(rng: np.random.Generator, form: Format, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random numbers of a quantized form: all whole numbers equally often."""
+    if form.is_packed:
+        return rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    if form.dtype == "int8":
+        return rng.integers(-128 if form.minima else -127, 128, shape, np.int8)
+    return np.clip(rng.normal(0, SPREAD[form.dtype], shape), -448, 448).astype(np.dtype(form.dtype))
+
+
+def _constant(array: np.ndarray) -> np.ndarray:
+    """Let nobody change an array that tests share."""
+    array.flags.writeable = False
+    return array
 
 
 def described_weight(form: Format, *shape: int) -> Weight:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu, reference
+from pallas_kernels import cpu
 from pallas_kernels.cpu import attention, code, contexts, decode, ffi, prompt, team, writes
 from tests.kernels import cases
-from tests.kernels.implementations import CPU, ops_of
+from tests.kernels.implementations import CPU, REFERENCE, jitted, ops_of, wrapped
 
 PART = contexts.PART
 KINDS = {
@@ -40,7 +40,7 @@ def fresh_ops(monkeypatch):
         for module in (attention, writes):
             named = lambda name, *writers, **options: register(f"{name}_{own}_{number}", *writers, **options)
             monkeypatch.setattr(module, "register", named)
-        return ops_of(cpu)
+        return wrapped(cpu, jitted)
 
     return fresh
 
@@ -50,8 +50,8 @@ def rows_of(batch: cases.Batch, first: int, stop: int, context: int) -> cases.Ba
     return dataclasses.replace(
         batch,
         q=batch.q[first:stop],
-        context_lens=jnp.array([context], jnp.int32),
-        cu_q_lens=jnp.array([0, stop - first], jnp.int32),
+        context_lens=np.array([context], np.int32),
+        cu_q_lens=np.array([0, stop - first], np.int32),
     )
 
 
@@ -71,10 +71,10 @@ class TestParts:
         alone = batch.run(CPU.paged_decode_attention)
         step = dataclasses.replace(
             batch,
-            q=jnp.concatenate([batch.q[:0], jnp.broadcast_to(batch.q, (41, *batch.q.shape[1:]))]),
-            block_tables=jnp.repeat(batch.block_tables, 3, axis=0),
-            context_lens=jnp.array([30, context, context], jnp.int32),
-            cu_q_lens=jnp.array([0, 30, 31, 41], jnp.int32),
+            q=np.repeat(batch.q, 41, axis=0),
+            block_tables=np.repeat(batch.block_tables, 3, axis=0),
+            context_lens=np.array([30, context, context], np.int32),
+            cu_q_lens=np.array([0, 30, 31, 41], np.int32),
         )
         np.testing.assert_array_equal(step.run(CPU.ragged_paged_attention)[30], alone[0])
 
@@ -99,7 +99,7 @@ class TestPrompts:
         batch.check(whole)
         for first, stop in ((0, 1), (0, 65), (63, 64), (64, 300), (299, 410), (409, 410)):
             chunk = rows_of(batch, first, stop, stop)
-            found = chunk.run(CPU.ragged_paged_attention, decode_s=jnp.array([False]))
+            found = chunk.run(CPU.ragged_paged_attention, decode_s=np.array([False]))
             np.testing.assert_array_equal(found, whole[first:stop])
 
     @kinds("bfloat16", "float16, window, capped")
@@ -107,7 +107,7 @@ class TestPrompts:
         """Tiles of keys lie in one block or in several."""
         batch = cases.make_batch([200], q_lens=[150], num_kv_heads=1, group=3, block_size=64, **kind)
         whole = batch.run(CPU.ragged_paged_attention)
-        parts = jnp.arange(8)
+        parts = np.arange(8, dtype=np.int32)
         small = dataclasses.replace(
             batch,
             k_pool=batch.k_pool.reshape(-1, 1, 8, 64),
@@ -150,7 +150,7 @@ def test_bfloat16_by_each_kind_of_instructions(instructions, fresh_ops, monkeypa
 ])  # fmt: skip
 def test_no_number_reads_or_writes_outside_the_arrays(name, wrong):
     batch = cases.make_batch([70, 300, 5], q_lens=[40, 1, 5])
-    wrong = jnp.full_like(getattr(batch, name), wrong)
+    wrong = np.full_like(getattr(batch, name), wrong)
     batch = dataclasses.replace(batch, **{name: wrong})
     jax.block_until_ready(CPU.ragged_paged_attention(*batch.args, **batch.options))
 
@@ -165,9 +165,9 @@ class TestWrites:
     @pytest.mark.parametrize("slot", [-(2**31), -1, 48, 2**31 - 1])
     def test_slots_outside_the_pool_write_nothing(self, slot):
         write = cases.make_write(dtype=jnp.float32)
-        slots = jnp.full_like(write.slot_mapping, slot)
+        slots = np.full_like(write.slot_mapping, slot)
         for pool in CPU.write_kv(*write.args[:4], slots):
-            assert jnp.isnan(pool).all()
+            assert np.isnan(pool).all()
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("fp8", [False, True])
@@ -175,11 +175,11 @@ class TestWrites:
         """All exponents, halves between two numbers, subnormal numbers, zeros, and those past the ends."""
         exponents, fractions = 2.0 ** np.arange(-12, 12), 1 + np.arange(64) / 64
         numbers = np.outer(exponents, fractions).astype("float32").reshape(-1, 1, 64)
-        numbers = jnp.asarray(np.concatenate([numbers, -numbers, 0 * numbers[:1], -0 * numbers[:1]]), dtype)
-        scales = dict(k_scale_k=jnp.ones(1), v_scale_k=jnp.ones(1)) if fp8 else {}
-        pool = jnp.zeros((len(numbers), 1, 1, 64), "float8_e4m3fn" if fp8 else dtype)
-        args = pool, pool, numbers, numbers, jnp.arange(len(numbers), dtype=jnp.int32)
-        found, expected = (ops_of(module).write_kv(*args, **scales) for module in (cpu, reference))
+        numbers = np.concatenate([numbers, -numbers, 0 * numbers[:1], -0 * numbers[:1]]).astype(np.dtype(dtype))
+        scales = dict(k_scale_k=np.ones(1, np.float32), v_scale_k=np.ones(1, np.float32)) if fp8 else {}
+        pool = np.zeros((len(numbers), 1, 1, 64), jnp.dtype("float8_e4m3fn" if fp8 else dtype))
+        args = pool, pool, numbers, numbers, np.arange(len(numbers), dtype=np.int32)
+        found, expected = (kernels.write_kv(*args, **scales) for kernels in (CPU, REFERENCE))
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(ours).view("u1"), np.asarray(theirs).view("u1"))
 
@@ -205,7 +205,7 @@ class TestWrites:
         write = cases.make_write()
         k_pool, v_pool = (jnp.array(pool) for pool in write.args[:2])
         write.check(*CPU.write_kv(k_pool, v_pool, *write.args[2:]))
-        assert jnp.isnan(k_pool).all() and jnp.isnan(v_pool).all()
+        assert np.isnan(k_pool).all() and np.isnan(v_pool).all()
 
     def test_other_dtypes_are_an_error(self):
         with jax.enable_x64(True):

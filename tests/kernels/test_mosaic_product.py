@@ -55,9 +55,11 @@ def weight_of(form: str, *shape: int, bias: str | None = None) -> Weight:
     XLA's code for CPUs, which computes the conversion here, takes them for zero; a GPU does not.
     """
     weight = weight_in(FORMS[form], *shape, bias=bias)
-    numbers = weight.values.astype("float32")
-    is_normal = jnp.abs(numbers) >= (SMALLEST_NORMAL if form == "fp8" else 0)
-    return weight._replace(values=jnp.where(is_normal, numbers, 0).astype(weight.values.dtype))
+    if form != "fp8":
+        return weight
+    numbers = weight.values.astype(np.float32)
+    is_normal = np.abs(numbers) >= SMALLEST_NORMAL
+    return weight._replace(values=np.where(is_normal, numbers, 0).astype(weight.values.dtype))
 
 
 def assert_near(found: jax.Array, exact: np.ndarray, inputs: int) -> None:
@@ -83,7 +85,7 @@ def grouped_weight(form: str, *shape: int, seed: int = 0) -> Weight:
     else:
         values = random.integers(-64, 64, shape)
     dtypes = zip((values, scales, minima), layout)
-    return Weight(*(None if array is None else jnp.asarray(array).astype(dtype) for array, dtype in dtypes))
+    return Weight(*(None if array is None else np.asarray(array).astype(np.dtype(dtype)) for array, dtype in dtypes))
 
 
 def exact_sums(x_ti: jax.Array, weight: Weight) -> np.ndarray:
@@ -93,7 +95,7 @@ def exact_sums(x_ti: jax.Array, weight: Weight) -> np.ndarray:
 
 def activated(exact: np.ndarray, activation: str | None) -> np.ndarray:
     with jax.enable_x64():
-        return np.asarray(ACTIVATIONS[activation](jnp.asarray(exact))) if activation else exact
+        return np.asarray(jax.jit(ACTIVATIONS[activation])(exact)) if activation else exact
 
 
 def cases(usual, *axes) -> list:
@@ -127,7 +129,7 @@ def test_it_is_that_of_float64_with_groups(form, rows, dtype):
     if "fp8" in form and dtype == "float16":
         pytest.skip("fp8 needs rows of bfloat16")
     inputs = 512 if rows < 100 else 256
-    x_ti = jnp.round(2 * x_of(rows, inputs)).astype(dtype)
+    x_ti = np.round(2 * x_of(rows, inputs)).astype(np.dtype(dtype))
     weight = grouped_weight(form, 128 if rows > 64 else 64, inputs)
     [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, weight))
     np.testing.assert_array_equal(found, exact_sums(x_ti, weight))
@@ -208,8 +210,8 @@ def test_all_numbers_of_mxfp4():
     """To the bit, as those of fp8 below; ±0.5 are subnormal numbers before they are scaled."""
     codes = (np.arange(128) + np.arange(64)[:, None]) % 16
     exponents = np.linspace(60, 190, 64 * 4).astype(np.uint8).reshape(64, 4)
-    weight = Weight(pack(jnp.asarray(codes, jnp.uint8)), jnp.asarray(exponents))
-    x_ti = jnp.eye(16, 128, 56, dtype="bfloat16")  # inputs of two groups
+    weight = Weight(pack(codes.astype(np.uint8), np), exponents)
+    x_ti = np.eye(16, 128, 56, dtype=jnp.bfloat16)  # inputs of two groups
     [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, weight))
     exact, is_normal = exact_matrix(weight)[:, 56:72].T, (codes % 8 != 1)[:, 56:72].T
     np.testing.assert_array_equal(np.where(is_normal, found, 0), np.where(is_normal, exact, 0))
@@ -220,8 +222,8 @@ def test_all_numbers_of_fp8():
     """To the bit: rows of a single 1 pick each of the 254 finite numbers; for subnormal ones see `weight_of`."""
     bits = (np.arange(256) + 4 * np.arange(64)[:, None]) % 256
     values = np.where(bits % 128 == 127, 0, bits).astype(np.uint8)
-    numbers = jax.lax.bitcast_convert_type(jnp.asarray(values), jnp.float8_e4m3fn)
-    x_ti = jnp.eye(4, 256, dtype="bfloat16")
+    numbers = values.view(jnp.float8_e4m3fn)
+    x_ti = np.eye(4, 256, dtype=jnp.bfloat16)
     [found] = run(lambda *args: product(*args, dtype="float32"), (x_ti, Weight(numbers)))
     exact = np.asarray(numbers, np.float32)[:, :4].T
     assert len(np.unique(exact)) == 253, "254 with both zeros"
@@ -240,7 +242,7 @@ def test_all_numbers_of_fp8():
 def test_bias_activation_and_gate(form, activation, gated):
     x_ti, inputs = x_of(5, 128 if form in GROUPED else 64, "bfloat16"), 128 if form in GROUPED else 64
     gate = (grouped_weight if form in GROUPED else weight_of)(form, 64, inputs)
-    gate = gate._replace(bias=jnp.linspace(-1, 1, 64, dtype="bfloat16"))
+    gate = gate._replace(bias=np.linspace(-1, 1, 64).astype(jnp.bfloat16))
     up = jax.tree.map(lambda array: array[::-1], gate)
     exact = activated(exact_sums(x_ti, gate), activation)
     exact = exact * (exact_up(activation, exact_sums(x_ti, up)) if gated else 1)
@@ -261,13 +263,13 @@ def test_experts(form):
     inputs = 128 if form in GROUPED else 64
     x_ti = x_of(20, inputs, "bfloat16")
     gate = (grouped_weight if form in GROUPED else weight_of)(form, 5, 64, inputs)
-    gate = gate._replace(bias=jnp.linspace(-9, 9, 5 * 64, dtype="bfloat16").reshape(5, 64))
+    gate = gate._replace(bias=np.linspace(-9, 9, 5 * 64).astype(jnp.bfloat16).reshape(5, 64))
     up = jax.tree.map(lambda array: array[::-1], gate)
 
     def op(x_ti, gate, up, sizes_e):
         return product(x_ti, gate, up=up, activation="swiglu_oai", sizes_e=sizes_e, dtype="float32")
 
-    found = run(op, *((x_ti, gate, up, jnp.array(sizes)) for sizes in SIZES))
+    found = run(op, *((x_ti, gate, up, np.array(sizes)) for sizes in SIZES))
     for sizes, y_to in zip(SIZES, found, strict=True):
         assert_near(y_to, exact_experts(x_ti, gate, up, sizes), 64 * 100)
 
@@ -347,7 +349,8 @@ class TestBits:
 )  # fmt: skip
 def test_places_of_experts_rows(sizes, tile):
     num_rows = max(1, sum(sizes))
-    places = jax.jit(product_module.expert_rows, static_argnums=(1, 2))(jnp.array(sizes), num_rows, tile)
+    places = jax.jit(product_module.expert_rows, static_argnums=(1, 2))(np.array(sizes), num_rows, tile)
+    places = jax.tree.map(np.asarray, places)
     tiles = -(-np.array(sizes) // tile)
     assert places.num_tiles.tolist() == [tiles.sum()] and len(places.expert_r) >= tiles.sum()
     np.testing.assert_array_equal(places.expert_r[: tiles.sum()], np.repeat(np.arange(len(sizes)), tiles))
@@ -383,8 +386,8 @@ def test_other_products_are_the_references(rows, form, shape, reason, monkeypatc
 def test_a_gate_of_two_forms_is_the_references(monkeypatch):
     monkeypatch.setattr(product_module, "launch", lambda *args, **options: pytest.fail("launched"))
     x_ti, gate = x_of(3, 64, "bfloat16"), weight_in(FORMS["bfloat16"], 64, 64)
-    for up in (weight_in(FORMS["int8"], 64, 64), gate._replace(bias=jnp.ones(64, "bfloat16"))):
-        found, expected = (ops_of(each).product(x_ti, gate, up=up) for each in (mosaic, reference))
+    for up in (weight_in(FORMS["int8"], 64, 64), gate._replace(bias=np.ones(64, jnp.bfloat16))):
+        found, expected = (jax.jit(ops_of(each).product)(x_ti, gate, up=up) for each in (mosaic, reference))
         np.testing.assert_array_equal(found, expected)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import logging
 import os
 import pickle
 import re
@@ -29,6 +28,8 @@ H200 = dict(platform="gpu", device_kind="NVIDIA H200", compute_capability=9.0)
 HANG_S = 0.5  # the limit of a planted op, from when it hangs
 OPS = tuple(dict.fromkeys(TESTS.values()))
 PRODUCT = implementations.ops_of(reference).product
+BROKEN = ("write_kv", "write_kv with rope", "copy_blocks", "paged_decode_attention", "product")
+NOT_OF_TRITON = [test for test in TESTS if test == "delta_rule" or "product" in test]
 BY_TRITON = dict.fromkeys(OPS, "triton") | {"product": "reference"}  # it has no products
 SUBJECT = Subject(
     "mosaic", f"{planted.__name__}.good", "NVIDIA H200", pool_dtype="bfloat16", pool_head_dim=64,
@@ -44,9 +45,14 @@ def put(patch: pytest.MonkeyPatch, **modules: str) -> None:
 
 
 @functools.cache
-def made(test: str) -> trial.OpTest:
-    """A case that is not donated."""
-    return trial.make_trials(SUBJECT)[test]()
+def _made(test: str, **changes) -> trial.OpTest:
+    return trial.make_trials(dataclasses.replace(SUBJECT, **changes))[test]()
+
+
+def made(test: str, **changes) -> trial.OpTest:
+    """A case whose arguments no other test's run is given."""
+    case = _made(test, **changes)
+    return dataclasses.replace(case, args=jax.device_get(case.args))
 
 
 def statuses(results) -> dict[str, str]:
@@ -74,11 +80,18 @@ def compilations(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(compilations, tmp_path_factory):
     """A first start on a device where Mosaic is `broken` and Triton is `good`: its kernels, a function that starts once
-    more and fails where a test runs again, and the id of a process that a hanging op started."""
+    more and fails where a test runs again, the id of a process that a hanging op started, and what was logged."""
     folder = tmp_path_factory.mktemp("broken")
     pid = folder / "pid"
     place = SelfTest(folder, platform="cpu", limit_s=PATIENCE_S)
-    error_of = selftest._Process.error_of
+    run, error_of = SelfTest._run, selftest._Process.error_of
+    logged = []
+
+    def fewer(place, subject, tests):
+        """Run all tests of Triton, and those of Mosaic that fail, with one before them and one after them."""
+        run_now = [test for test in tests if subject.program == "triton" or test in BROKEN]
+        yield from run(place, subject, run_now)
+        yield from (Result(subject.program, test, PASSED, "", "") for test in tests if test not in run_now)
 
     def sooner(process, doing, limit_s):
         hangs = process._subject.program == "mosaic" and doing == "copy_blocks"
@@ -87,7 +100,10 @@ def start(compilations, tmp_path_factory):
         return error_of(process, doing, HANG_S if hangs else limit_s)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfTest, "_run", fewer)
         patch.setattr(selftest._Process, "error_of", sooner)
+        patch.setattr(selftest, "PROGRESS_S", 0.05)
+        patch.setattr(selftest.logger, "info", lambda message, *args: logged.append(message % args))
         put(patch, mosaic="broken", triton="good")
         patch.setenv("PLANTED_PID", str(pid))
         first = select(**H200, **MODEL, self_test=place)
@@ -98,14 +114,14 @@ def start(compilations, tmp_path_factory):
             patch.setattr(SelfTest, "_run", lambda *args: pytest.fail("a test ran again"))
             return select(name, **H200, **MODEL, self_test=place)
 
-    return first, again, int(pid.read_text())
+    return first, again, int(pid.read_text()), logged
 
 
 class TestProcesses:
     """The whole path, with planted modules in the place of the implementations."""
 
     def test_a_fault_is_found_and_named(self, start):
-        first, _, _ = start
+        first, *_ = start
         reasons = {result.test: result.reason for result in first.tests if result.program == "mosaic"}
         assert statuses(result for result in first.tests if result.program == "mosaic") == {
             "write_kv": PASSED, "write_kv with rope": FAILED, "copy_blocks": FAILED,
@@ -118,30 +134,30 @@ class TestProcesses:
         assert "CUDA_ERROR_ILLEGAL_ADDRESS, as the last words" in reasons["paged_decode_attention"]
 
     def test_the_fallback_is_tested_too(self, start):
-        first, _, _ = start
+        first, *_ = start
         assert statuses(result for result in first.tests if result.program == "triton") == dict.fromkeys(TESTS, PASSED)
         assert first.name == "triton" and first.head_dim == 64
         assert choices(first) == BY_TRITON | {"delta_rule": "mosaic"}  # which passed
 
     def test_what_a_hanging_op_started_ends_with_it(self, start):
-        _, _, process = start
+        _, _, process, _ = start
         assert not alive(process)
 
     def test_results_are_remembered(self, start):
-        first, again, _ = start
+        first, again, *_ = start
         second = again()
         assert choices(second) == choices(first) and statuses(second.tests) == statuses(first.tests)
         assert all(result.remembered for result in second.tests)
         assert not any(result.remembered for result in first.tests)
 
     def test_an_implementation_asked_for_by_name_refuses(self, start):
-        _, again, _ = start
+        _, again, *_ = start
         with pytest.raises(NotImplementedError, match="kernels 'mosaic': paged_decode_attention failed its self-test"):
             again("mosaic")
         assert again("triton").reason == "asked for"
 
     def test_one_line_for_each_group_of_ops(self, start, caplog):
-        _, again, _ = start
+        _, again, *_ = start
         again()
         attention, writes, copies = (record.getMessage() for record in caplog.records)
         assert attention.startswith("attention: running on Pallas-Triton, expect lower throughput (not mosaic: paged_")
@@ -201,12 +217,10 @@ class TestProcesses:
         assert ready == "ready"
         until(lambda: not alive(int(process)))
 
-    def test_progress_is_logged(self, compilations, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr(selftest, "PROGRESS_S", 0.05)
-        caplog.set_level(logging.INFO)
-        results = SelfTest(tmp_path, platform="cpu").run(SUBJECT)
-        assert statuses(results) == dict.fromkeys(TESTS, PASSED), results
-        assert "good: start, " in caplog.text and "good: ragged_paged_attention, " in caplog.text
+    def test_progress_is_logged(self, start):
+        *_, logged = start
+        assert any("good: start, " in line for line in logged)
+        assert any("good: ragged_paged_attention, " in line for line in logged)
 
 
 class Planned:
@@ -502,33 +516,28 @@ class TestTrials:
     )
     def test_a_fault_is_found(self, name):
         test, wrong = self.WRONG[name]
-        case = made(test) if "attention" in test else trial.make_trials(SUBJECT)[test]()  # the others donate theirs
-        assert "wrong result" in case.error(types.SimpleNamespace(**{TESTS[test]: wrong}))
+        assert "wrong result" in made(test).error(types.SimpleNamespace(**{TESTS[test]: wrong}))
 
     @pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=[] if name == "scales" else pytest.mark.deep) for name in EXPERT_FAULTS],
     )
     def test_faults_of_experts_in_mxfp4_are_found(self, name):
-        case = trial.make_trials(dataclasses.replace(SUBJECT, mxfp4=True))["product of experts"]()
+        case = made("product of experts", mxfp4=True)
         assert case.error(types.SimpleNamespace(product=PRODUCT)) is None
         assert "wrong result" in case.error(types.SimpleNamespace(product=EXPERT_FAULTS[name]))
 
     def test_ignored_sinks_are_found(self):
-        case = trial.make_trials(dataclasses.replace(SUBJECT, sinks=True))["paged_decode_attention"]()
-        assert case.error(pallas_kernels) is None
+        case = made("paged_decode_attention", sinks=True)  # which Triton's kernels pass below
         wrong = lambda *args, sinks_n, **options: pallas_kernels.paged_decode_attention(*args, **options)
         assert "wrong result" in case.error(types.SimpleNamespace(paged_decode_attention=wrong))
 
     @pytest.mark.parametrize(
         "test",
-        [
-            pytest.param(test, marks=[pytest.mark.deep] if test == "delta_rule" or "product" in test else [])
-            for test in TESTS
-        ],
+        [pytest.param(test, marks=[pytest.mark.deep] if test in NOT_OF_TRITON else []) for test in TESTS],
     )
     def test_triton_passes(self, test):
-        self.passes(implementations.TRITON, made(test))
+        self.passes(implementations.TRITON, made(test, **dict(sinks=True) if "decode" in test else {}))
 
     @pytest.mark.parametrize(
         "test",
@@ -543,8 +552,7 @@ class TestTrials:
         self.passes(implementations.MOSAIC, made(test))
 
     def test_fp8_pools(self):
-        fp8 = dataclasses.replace(SUBJECT, pool_dtype="float8_e4m3fn")
-        self.passes(implementations.TRITON, trial.make_trials(fp8)["write_kv with rope"]())
+        self.passes(implementations.TRITON, made("write_kv with rope", pool_dtype="float8_e4m3fn"))
 
     def passes(self, kernels, case):
         # Not under jit, which the interpreters are themselves.
@@ -557,7 +565,7 @@ class TestTrials:
     )
     def test_an_op_without_memory_is_untested_not_wrong(self, test, status):
         full = dataclasses.replace(SUBJECT, module=f"{planted.__name__}.full")
-        error = trial.error_of(full, trial.make_trials(full)[test]())
+        error = trial.error_of(full, made(test))
         assert selftest.status_of(error) == status and (status == PASSED or "RESOURCE_EXHAUSTED" in error)
         assert selftest.status_of("the process ended (SIGABRT): CUDA_ERROR_OUT_OF_MEMORY") == UNTESTED
 

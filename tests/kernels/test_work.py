@@ -13,7 +13,8 @@ from pallas_kernels.mosaic.combine import QueryRows
 from pallas_kernels.mosaic.ring import TMA_ROWS
 from pallas_kernels.mosaic.work import DecodeWork
 from tests.kernels import cases
-from tests.kernels.implementations import MOSAIC
+from tests.kernels.implementations import ops_of
+from tests.kernels.mosaic_interpreter import interpreting
 
 
 def maker(num_heads: int, num_kv_heads: int, head_dim: int, pool_dtype: str = "bfloat16", **sizes):
@@ -58,19 +59,22 @@ def _without_splits(work) -> list:
     "q_lens", [pytest.param(None, id="decode"), pytest.param([1, 9, 0, 1, 1], id="mixed", marks=pytest.mark.deep)]
 )
 def test_kernels_take_the_hosts_lists(q_lens):
-    batch = cases.make_batch([30, 9, 0, 17, 600], q_lens=q_lens, num_kv_heads=2, group=4)
-    op = MOSAIC.paged_decode_attention if q_lens is None else MOSAIC.ragged_paged_attention
+    num_kv_heads = 2 if q_lens else 1
+    batch = cases.make_batch([30, 9, 0, 17, 600], q_lens=q_lens, num_kv_heads=num_kv_heads, group=4)
+    ops = ops_of(mosaic)
+    op = ops.paged_decode_attention if q_lens is None else ops.ragged_paged_attention
     table, contexts, *cu = batch.args[3:]
-    make = maker(8, 2, 64, num_rows=len(batch.args[0]), table_tokens=table.shape[1] * 16, window=None)
-    lengths = (np.asarray(cu[0]), None) if cu else (None, None)
+    sizes = dict(num_rows=len(batch.q), table_tokens=table.shape[1] * 16, window=None)
+    make = maker(4 * num_kv_heads, num_kv_heads, 64, **sizes)
 
-    def output(contexts: np.ndarray | None) -> np.ndarray:
-        work = None if contexts is None else jax.tree.map(jnp.asarray, make(contexts, *lengths, xp=np))
-        return np.asarray(op(*batch.args, **batch.options, work=work), np.float32)
-
-    expected = output(None)
-    np.testing.assert_array_equal(output(np.asarray(contexts)), expected)
-    assert (output(np.asarray(contexts) // 2) != expected).any(), "lists of shorter contexts change the result"
+    with interpreting(num_sms=2):
+        attend = jax.jit(lambda args, work: op(*args, **batch.options, work=work))
+        found, other = (
+            np.asarray(attend(batch.args, make(lens, *(cu or [None]), None, xp=np)), np.float64)
+            for lens in (contexts, contexts // 2)
+        )
+    batch.check(found)
+    assert (other != found).any(), "lists of shorter contexts change the result"
 
 
 def test_each_box_of_queries_holds_the_heads_of_its_kv_head():

@@ -31,7 +31,11 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def mixture(dtype: str = "float32", *, top_k: int = 2, normalizes: bool = False) -> MixtureOfExperts:
-    return MixtureOfExperts(CONFIG, Experts(E, top_k, F, normalizes), dtype, nnx.Rngs(0))
+    make = lambda: MixtureOfExperts(CONFIG, Experts(E, top_k, F, normalizes), dtype, nnx.Rngs(0))
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(0)
+    drawn = lambda leaf: jnp.asarray(rng.normal(0, leaf.shape[-1] ** -0.5, leaf.shape), leaf.dtype)
+    return nnx.merge(graphdef, jax.tree.map(drawn, state))
 
 
 def test_rows_are_multiplied_by_the_matrices_of_their_expert():

@@ -12,9 +12,9 @@ import numpy as np
 
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.plan import StepPlan, StepResult
+from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.runner import ModelRunner
-from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 LLAMA = ModelConfig(
@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
 def make_runner() -> ModelRunner:
     """A runner on a small pool. Its parameters are the same in every process."""
     config = EngineConfig(num_gpu_blocks_override=NUM_BLOCKS, swap_space=0.01)
-    runner = runner_of(random_model(LLAMA, "float32", seed=3), config, LIMITS)
+    runner = runner_of(dummy_model(LLAMA, "float32", seed=3), config, LIMITS)
     runner.shapes.buckets.decode = runner.shapes.buckets.decode[-1:]  # soon compiled
     return runner
 

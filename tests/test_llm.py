@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import random
 import signal
 import threading
@@ -16,12 +17,12 @@ from tokenizers.processors import TemplateProcessing
 import jpaged
 from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.core.params import InvalidParameter
-from jpaged.models.checkpoint import dummy_model
 from jpaged.tokenizer import backend
 from tests.runtime.test_runner import Compilations
 from tests.support import models
 from tests.support.few_shapes import few_shapes
 from tests.support.patience import PATIENCE_S
+from tests.support.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -457,7 +458,7 @@ def test_a_module_without_a_tokenizer(random_module):
 
 
 def test_a_module_in_another_dtype_is_not_copied_if_that_is_forbidden():
-    model = dummy_model(ModelConfig.from_hf(models.TINY), "bfloat16", 0)
+    model = random_model(ModelConfig.from_hf(models.TINY), "bfloat16", 0)
     with pytest.raises(ValueError, match=r"^params: (\d+) of \1 arrays \(first: embed_tokens.embedding\) are copied"):
         LLM(model, dtype="float32", allow_copy=False, progress=False)
 
@@ -491,7 +492,7 @@ def test_what_is_wrong_is_refused_before_anything_compiles(tiny, random_module, 
 
 @pytest.fixture(scope="module")
 def random_module():
-    return dummy_model(ModelConfig.from_hf(models.TINY), "float32", 0)
+    return random_model(ModelConfig.from_hf(models.TINY), "float32", 0)
 
 
 def test_a_module_in_hand_is_not_loaded(random_module):
@@ -499,10 +500,13 @@ def test_a_module_in_hand_is_not_loaded(random_module):
         LLM(random_module, load_format="dummy", progress=False)
 
 
-def test_dummy_weights_and_bfloat16(tiny):
+def test_dummy_weights_and_bfloat16(tmp_path):
+    """Of one layer, without a file of weights."""
+    (tmp_path / "config.json").write_text(json.dumps(models.TINY | {"num_hidden_layers": 1}))
+    models.write_tokenizer(tmp_path)
     few = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     with few_shapes():
-        llm = LLM(str(tiny), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
+        llm = LLM(str(tmp_path), load_format="dummy", dtype="bfloat16", kernels="reference", **few)
     assert {str(x.dtype) for x in llm.engine.runner.params + llm.engine.runner.blocks.pool} == {"bfloat16"}
     assert len(llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
 

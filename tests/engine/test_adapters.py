@@ -45,7 +45,7 @@ def directory(tmp_path_factory):
 def engine(directory, **settings) -> LLM:
     settings = dict(
         max_num_seqs=8, max_num_batched_tokens=32, max_model_len=96, block_size=8, num_gpu_blocks_override=22,
-        preemption_mode="recompute", exact=True, seed=1, progress=False,
+        swap_space=0, preemption_mode="recompute", exact=True, seed=1, progress=False,
     ) | settings  # fmt: skip
     with few_shapes():
         return LLM(str(directory), **settings)

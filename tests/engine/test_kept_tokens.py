@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.models.checkpoint import dummy_model
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 SETTINGS = {"block_size": 8, "progress": False, "max_logprobs": -1} | LIMITS
 BASE = dict(max_tokens=8, kept_tokens=True, logprobs=-1, ignore_eos=True)
@@ -28,7 +28,7 @@ PARAMS = {
 @pytest.fixture(scope="module")
 def llm():
     with few_shapes():
-        model = dummy_model(LLAMA, "float32", 0)
+        model = random_model(LLAMA, "float32", 0)
         return LLM(model, num_gpu_blocks_override=24, speculative_config={}, swap_space=0, exact=True, **SETTINGS)
 
 

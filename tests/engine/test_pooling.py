@@ -8,9 +8,9 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.core.params import InvalidParameter
 from jpaged.core.pooling import MOST, UNIT, normalized, pooled
-from jpaged.models.checkpoint import dummy_model
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 SETTINGS = {"block_size": 8, "progress": False, "swap_space": 0, "num_gpu_blocks_override": 24} | LIMITS
 PROMPTS = [[(5 * i + j * j) % LLAMA.vocab_size for j in range(length)] for i, length in enumerate((23, 9, 40, 1))]
@@ -19,7 +19,7 @@ POOLINGS = ("last", "mean")
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(LLAMA, "float32", 0)
+    return random_model(LLAMA, "float32", 0)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged import LLM, Llama, SamplingParams, quantize
+from jpaged import LLM, SamplingParams, quantize
 from jpaged.config import EngineConfig
 from jpaged.models import registry
 from jpaged.models.checkpoint import Form, abstract_model, dummy_model, load_safetensors, save_safetensors
@@ -23,6 +23,7 @@ from pallas_kernels.weights import Weight
 from pallas_kernels.weights import quantize as quantize_weight
 from tests.support import architectures, checkpoints
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -200,7 +201,7 @@ def test_groups_that_the_devices_do_not_divide_are_refused(tmp_path):
     """112 inputs of down_proj are no groups of 32; 96 are three groups, for two devices."""
     told = r"^quantization: int4 has groups of 32 inputs, and layers\.0\.mlp\.down_proj\.weight has 112 inputs$"
     with pytest.raises(ValueError, match=told):
-        quantize(Llama(ModelConfig.from_hf(HF | {"intermediate_size": 112}), rngs=nnx.Rngs(0)), "int4")
+        quantize(random_model(ModelConfig.from_hf(HF | {"intermediate_size": 112})), "int4")
     hf = HF | {"intermediate_size": 96}
     directory, config = checkpoints.write(tmp_path / "model", hf), ModelConfig.from_hf(hf)
     placement = Placement.on(jax.devices()[:2], config)
@@ -211,7 +212,7 @@ def test_groups_that_the_devices_do_not_divide_are_refused(tmp_path):
                 directory, config, load_format=load_format, dtype="float32", seed=0, progress=False,
                 quantization="int4", place=placement.of,
             )  # fmt: skip
-    whole = quantize(dummy_model(config, "float32", 0), "int4")
+    whole = quantize(random_model(config), "int4")
     with pytest.raises(ValueError, match=told):
         shard(whole, jax.devices()[:2])
     with pytest.raises(ValueError, match=told):
@@ -235,7 +236,7 @@ def test_a_quantized_model_is_served_as_its_numbers_say(served):
 
 def test_other_parameters_are_served_once_they_are_quantized(served, tmp_path):
     llm, directory, quantization = served
-    other = dummy_model(CONFIG, "float32", seed=5)
+    other = random_model(CONFIG, seed=5)
     before, dtype = outputs(llm), np.dtype(STORED[quantization]).name
     problem = r"has the shape \[64, 128\], not \[64, 64\]" if quantization == "int4" else f"is float32, not {dtype}"
     told = rf"^params: layers\.0\.mlp\.down_proj\.weight {problem}: pass the model through jpaged\.quantize\(model, "
@@ -263,7 +264,7 @@ def test_a_copy_is_quantized_and_the_module_stays(directory):
 def test_refusals(directory, tmp_path):
     with pytest.raises(ValueError, match=r"^quantization: must be one of int8, fp8, int4, awq, gptq, .*, not 'exl2'$"):
         EngineConfig(quantization="exl2")
-    model = Llama(CONFIG, rngs=nnx.Rngs(0))
+    model = random_model(CONFIG)
     with pytest.raises(ValueError, match=r"^quantization: must be one of int8, fp8, int4, not 'int2'$"):
         quantize(model, "int2")
     with pytest.raises(ValueError, match=r"^quantization: .* pass jpaged\.quantize\(module, 'fp8'\) instead$"):
@@ -278,7 +279,7 @@ def test_refusals(directory, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_a_dtype_of_a_module_leaves_its_quantized_weights_as_they_are(quantization):
-    quantized = quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), quantization)
+    quantized = quantize(random_model(CONFIG), quantization)
     tree = ParamTree(quantized, Placement.on(jax.devices()[:1], CONFIG), dtype="bfloat16")
     dtypes = {name.rpartition(".")[2]: str(leaf.dtype) for name, leaf in tree.expected.items() if "proj.w" in name}
     form = FORMATS[quantization]
@@ -298,7 +299,7 @@ def model_of(case: str, seed: int = 0):
     sizes |= {"num_hidden_layers": 1} if case == "qwen3-moe" else {}
     hf = {key: sizes.get(key, value) for key, value in architectures.CASES[case].items()}
     config = next(one.config for one in registry.architectures() if one.config.describes(hf)).from_hf(hf)
-    return dummy_model(config, "float32", seed)
+    return random_model(config, seed=seed)
 
 
 @pytest.mark.parametrize("case", MODELS)

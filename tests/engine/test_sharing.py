@@ -49,6 +49,7 @@ def runner_of(tmp_path_factory):
         runner = runners.runner_of(load(name, 0), config, LIMITS)
         buckets = runner.shapes.buckets
         buckets.decode, buckets.mixed = (Bucket(64, 64, True),), (Bucket(64, 64, False),)  # soon compiled
+        runner.blocks.host.transfers = runner.blocks.host.transfers[:1]
         return runner
 
     def with_seed(name: str, seed: int) -> ModelRunner:

@@ -24,7 +24,7 @@ from jpaged.config import EngineConfig, Limits
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.engine import Engine
-from jpaged.models.checkpoint import abstract_model, dummy_model
+from jpaged.models.checkpoint import abstract_model
 from jpaged.models.variation import Variation
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.device_rows import empty_state
@@ -43,6 +43,7 @@ from pallas_kernels import select
 from tests.runtime.caches import placement_of
 from tests.runtime.test_runner import Compilations, any_params, copies
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 pytestmark = pytest.mark.slow
@@ -134,14 +135,14 @@ def assert_same(outputs, expected, atol: float = 1e-4) -> None:
         pytest.param(4, ["room", "recompute"], id="4, other pools", marks=pytest.mark.deep),
     ],
 )
-def test_the_tokens_are_those_of_one_device(tiny, num_devices, pools):
+def test_the_tokens_are_those_of_one_device(characters, num_devices, pools):
     """In pools with room, with swaps and with recomputation. With four devices, each of two KV heads is on two of them.
 
     Only swaps have executables of their own.
     """
-    runner, tokenizer = runner_on(tiny, num_devices)
+    runner, tokenizer = runner_on(characters, num_devices)
     assert runner.placement.mesh.shape == {KV: 2, GROUP: num_devices // 2}
-    one_device, tokenizer = runner_on(tiny, 1)
+    one_device, tokenizer = runner_on(characters, 1)
     expected = run(engine_on(one_device, "room", tokenizer))
     for pool in pools:
         engine = engine_on(runner, pool, tokenizer)
@@ -180,7 +181,7 @@ def test_models_of_other_shapes(name):
     config, found = MODELS[name], []
     for num_devices in (1, 4):
         placement = placement_of(config, jax.devices()[:num_devices])
-        model = dummy_model(config, "float32", 0, placement.of)
+        model = random_model(config, "float32", 0, placement.of)
         settings = EngineConfig(num_gpu_blocks_override=ROOM, swap_space=0, kv_cache_dtype="fp8")
         with few_shapes():
             engine = engine_on(runner_of(model, settings, LIMITS), "room")
@@ -305,7 +306,7 @@ def test_sampling_of_an_8b_model_on_h200s(topology):
 @pytest.fixture(scope="module")
 def on_a_mesh():
     config = model_config(num_hidden_layers=1)
-    return dummy_model(config, "float32", 0, placement_of(config, jax.devices()[:2]).of)
+    return random_model(config, "float32", 0, placement_of(config, jax.devices()[:2]).of)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +325,7 @@ def pointers(model) -> set[int]:
 
 def test_a_module_is_sharded_as_the_engine_serves_it(on_a_mesh):
     config = on_a_mesh.config
-    sharded = shard(dummy_model(config, "float32", 0), jax.devices()[:2])
+    sharded = shard(random_model(config, "float32", 0), jax.devices()[:2])
     for (path, leaf), (_, other) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (sharded, on_a_mesh)), strict=True):
         assert leaf[...].sharding == other[...].sharding and bool((leaf[...] == other[...]).all()), path
     assert pointers(shard(sharded, jax.devices()[:2])) == pointers(sharded)
@@ -335,7 +336,7 @@ def test_a_module_on_a_mesh_is_served_with_its_own_arrays(on_a_mesh, served):
     assert runner.placement.size == 2 and pointers(runner.params) == pointers(on_a_mesh)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     before = llm.generate([3, 4, 5], params, use_tqdm=False)[0].outputs[0].token_ids
-    other = dummy_model(on_a_mesh.config, "float32", 1, runner.placement.of)
+    other = random_model(on_a_mesh.config, "float32", 1, runner.placement.of)
     with Compilations() as compilations:
         llm.update_params(other)
         after = llm.generate([3, 4, 5], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -386,7 +387,7 @@ def test_the_pool_and_the_host_memory_are_counted_per_device():
     config = model_config(num_key_value_heads=2, num_hidden_layers=1)
     sizes = {}
     for num_devices in (1, 4):
-        model = dummy_model(config, "float32", 0, placement_of(config, jax.devices()[:num_devices]).of)
+        model = random_model(config, "float32", 0, placement_of(config, jax.devices()[:num_devices]).of)
         settings = EngineConfig(num_gpu_blocks_override=16, swap_space=2**-10)
         runner = runner_of(model, settings, LIMITS)
         sizes[num_devices] = runner.blocks.num_host_blocks, runner.blocks.pool[0].addressable_shards[0].data.nbytes

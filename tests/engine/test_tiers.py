@@ -16,9 +16,9 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.7, seed=1, logprobs=1)
 SETTINGS = {"num_gpu_blocks_override": 12, "block_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 32}
 
 
-def start(tiny, folder, **settings) -> LLM:
+def start(characters, folder, **settings) -> LLM:
     with few_shapes():
-        llm = LLM(str(tiny), kv_cache_dir=folder and str(folder), **SETTINGS | {"swap_space": 0.001} | settings)
+        llm = LLM(str(characters), kv_cache_dir=folder and str(folder), **SETTINGS | {"swap_space": 0.001} | settings)
     if tier := llm.engine.scheduler.memory.tier:
         tier.keeps_all = True  # a token of this model takes little more time than the move of its keys and values
     if folder:
@@ -37,17 +37,17 @@ def bits(llm: LLM, prompts=PROMPTS) -> tuple[list, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny) -> list:
+def expected(characters) -> list:
     """Return the results without a cache."""
-    return bits(start(tiny, None, enable_prefix_caching=False, swap_space=0.0))[0]
+    return bits(start(characters, None, enable_prefix_caching=False, swap_space=0.0))[0]
 
 
-def test_prefixes_return_from_the_host_with_their_bits(tiny, expected):
+def test_prefixes_return_from_the_host_with_their_bits(characters, expected):
     reader = zmq.Context.instance().socket(zmq.SUB)
     reader.connect("inproc://tiers")
     reader.subscribe("")
     events = {"enable_kv_cache_events": True, "endpoint": "inproc://tiers"}
-    llm = start(tiny, None, swap_space=1.0, kv_events_config=events)
+    llm = start(characters, None, swap_space=1.0, kv_events_config=events)
     tier = llm.engine.scheduler.memory.tier
     assert tier.is_worthwhile
     first, cached = bits(llm)
@@ -80,14 +80,14 @@ def texts_by_events(reader) -> dict[str, set[tuple[int, ...]]]:
     return {medium: {texts[each] for each in hashes} for medium, hashes in held.items()}
 
 
-def test_prefixes_outlive_an_engine_with_their_bits(tiny, expected, tmp_path, caplog):
+def test_prefixes_outlive_an_engine_with_their_bits(characters, expected, tmp_path, caplog):
     folder = tmp_path / "kv"
-    llm = start(tiny, folder)
+    llm = start(characters, folder)
     assert bits(llm)[0] == expected
     llm.close()
     (inner,) = folder.iterdir()
     assert len(list(inner.iterdir())) == 5 * 4
-    llm = start(tiny, folder)
+    llm = start(characters, folder)
     again, cached = bits(llm)
     assert again == expected and cached == [64] * 5 and llm.engine.scheduler.disk.num_read == 5 * 4
     for path in inner.iterdir():  # each file is broken in one bit
@@ -110,14 +110,14 @@ def test_prefixes_outlive_an_engine_with_their_bits(tiny, expected, tmp_path, ca
     assert len(list(inner.iterdir())) == 5 * 4, "a server writes what is cached when it stops"
 
 
-def test_other_parameters_find_no_files(tiny, expected, tmp_path, caplog):
-    llm = start(tiny, tmp_path / "kv")
+def test_other_parameters_find_no_files(characters, expected, tmp_path, caplog):
+    llm = start(characters, tmp_path / "kv")
     assert bits(llm, PROMPTS[:2])[0] == expected[:2]
     llm.update_params(params_of(llm))
     assert llm.engine.scheduler.disk is None and "not used after an update of the parameters" in caplog.text
     assert bits(llm, PROMPTS[:2])[0] == expected[:2]
     llm.close()
-    other = start(tiny, tmp_path / "kv", kv_cache_dtype="bfloat16")
+    other = start(characters, tmp_path / "kv", kv_cache_dtype="bfloat16")
     assert bits(other)[1] == [0] * 5 and len(list((tmp_path / "kv").iterdir())) == 2
 
 
@@ -133,13 +133,13 @@ def params_of(llm: LLM) -> dict:
     return nested
 
 
-def test_a_folder_that_others_may_read_is_refused(tiny, tmp_path):
+def test_a_folder_that_others_may_read_is_refused(characters, tmp_path):
     os.chmod(tmp_path, 0o755)
     with pytest.raises(ValueError, match=r"^kv_cache_dir: .* must belong to this user, with mode 700"):
-        start(tiny, tmp_path)
+        start(characters, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [{"swap_space": 0}, {"enable_prefix_caching": False}])
-def test_files_need_the_prefix_cache_and_the_host(tiny, tmp_path, settings):
+def test_files_need_the_prefix_cache_and_the_host(characters, tmp_path, settings):
     with pytest.raises(ValueError, match=r"^kv_cache_dir: needs enable_prefix_caching and swap_space"):
-        start(tiny, tmp_path / "kv", **settings)
+        start(characters, tmp_path / "kv", **settings)

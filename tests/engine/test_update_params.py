@@ -16,10 +16,10 @@ from jpaged import LLM, AsyncEngine, BeamSearchParams, SamplingParams
 from jpaged.core.commands import Pause, ResetPrefixCache, Resume, Sleep, UpdateParams, WakeUp
 from jpaged.core.plan import ParamsDeleted
 from jpaged.core.request import FinishReason
-from jpaged.models.checkpoint import dummy_model
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.serving.client import limit_steps
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def models():
-    return [dummy_model(LLAMA, "float32", seed) for seed in range(2)]
+    return [random_model(LLAMA, "float32", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_an_update_that_waits_is_made_when_all_that_started_is_aborted_and_repla
     engine = llm.engine
     requests = start(engine)
     engine.step()
-    other = dummy_model(LLAMA, "float32", 2)
+    other = random_model(LLAMA, "float32", 2)
     engine.control(UpdateParams(other, "wait"))
     engine.control(UpdateParams(models[1], "wait"))
     for request in requests:
@@ -172,7 +172,7 @@ def test_a_step_that_fails_does_not_lose_an_update_that_waits(llm, models, monke
 
 
 def test_an_update_that_was_deleted_while_it_waited_is_an_error_and_the_old_parameters_serve(llm):
-    engine, gone = llm.engine, dummy_model(LLAMA, "float32", 3)
+    engine, gone = llm.engine, random_model(LLAMA, "float32", 3)
     start(engine)
     engine.step()
     engine.control(UpdateParams(gone, "wait"))
@@ -200,7 +200,7 @@ def test_parameters_that_differ_are_refused_and_nothing_changes(llm, models):
 
 
 def test_donated_parameters_are_told_in_one_error_and_new_ones_mend_it(llm, fresh):
-    model = dummy_model(LLAMA, "float32", 1)
+    model = random_model(LLAMA, "float32", 1)
     llm.update_params(model)
     train = jax.jit(lambda state: jax.tree.map(lambda x: x * 1, state), donate_argnums=0)
     state = train(nnx.state(model))
@@ -336,7 +336,7 @@ def device_bytes():
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_sleeping_engine_holds_neither_pool_nor_parameters_and_wakes_up_to_the_same_tokens(llm, models, level):
-    model = dummy_model(LLAMA, "float32", 1)
+    model = random_model(LLAMA, "float32", 1)
     llm.update_params(model)
     expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     engine, runner, state = llm.engine, llm.engine.runner, jax.device_get(nnx.state(model))
@@ -386,7 +386,7 @@ def test_arrays_of_others_survive_sleep(llm, models):
     ],
 )
 def test_a_module_gives_back_the_parameters_that_sleep_has_dropped(models, fresh, case):
-    model = dummy_model(LLAMA, "float32", 0)
+    model = random_model(LLAMA, "float32", 0)
     with few_shapes():
         llm = LLM(model, **ENGINE)
     if case == "updated before":
@@ -422,13 +422,13 @@ def test_unknown_levels_and_tags_are_refused(llm):
 
 
 def test_generate_takes_the_new_arrays_of_its_module(fresh):
-    model = dummy_model(LLAMA, "float32", 0)
+    model = random_model(LLAMA, "float32", 0)
     with few_shapes():
         llm = LLM(model, **ENGINE)
     before = weakref.ref(jax.tree.leaves(nnx.state(model))[0])
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert llm.engine.runner.params_version == 0
-    nnx.update(model, nnx.state(dummy_model(LLAMA, "float32", 1)))
+    nnx.update(model, nnx.state(random_model(LLAMA, "float32", 1)))
     outputs = [engine.generate(PROMPTS, PARAMS, use_tqdm=False) for engine in (llm, fresh)]
     assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
     gc.collect()
@@ -437,7 +437,7 @@ def test_generate_takes_the_new_arrays_of_its_module(fresh):
         leaf.delete()
     with pytest.raises(ParamsDeleted):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    nnx.update(model, nnx.state(dummy_model(LLAMA, "float32", 1)))
+    nnx.update(model, nnx.state(random_model(LLAMA, "float32", 1)))
     assert llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
@@ -459,7 +459,7 @@ def test_a_running_call_of_generate_takes_updates_and_pauses(llm, models):
 
 
 async def test_a_trainer_that_deletes_the_engines_arrays_ends_requests_and_not_the_engine(served, models):
-    gone = dummy_model(LLAMA, "float32", 3)
+    gone = random_model(LLAMA, "float32", 3)
     served.update_params(gone)
     engine = AsyncEngine(served.engine)
     engine.start()

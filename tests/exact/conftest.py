@@ -50,6 +50,7 @@ FEW = 32  # requests
 def small_subject(case: Case, directory, tokens: tuple[int, ...] = (1, 8, 128)) -> Subject:
     """Return a subject of the usual tier: few requests, and few shapes, of these numbers of tokens."""
     runner, tokenizer = runner_of(case, directory, **SMALL)
+    runner.blocks.host.transfers = runner.blocks.host.transfers[:1]
     buckets = runner.shapes.buckets
     buckets.keep([bucket for bucket in buckets.all if bucket.num_seqs in (1, 8) and bucket.num_tokens in tokens])
     return subject_on(runner, tokenizer, FEW, **SMALL)

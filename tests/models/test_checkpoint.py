@@ -36,6 +36,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.start.load import load_model
 from jpaged.start.setup import find_model, prepare
 from tests.support import checkpoints, models
+from tests.support.random_model import random_model
 
 HF = checkpoints.CASES["biases"]
 CONFIG = ModelConfig.from_hf(HF)
@@ -87,7 +88,7 @@ def test_dtypes(tmp_path, stored, dtype):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.deep), "bfloat16"])
 def test_shards_and_orbax_give_back_the_very_same_bits(tmp_path, dtype):
-    model = dummy_model(CONFIG, dtype, seed=3)
+    model = random_model(CONFIG, dtype, seed=3)
     save_safetensors(model, tmp_path, max_shard_bytes=20_000)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
     assert_same(load_safetensors(tmp_path, CONFIG, Form(dtype), progress=False), model)
@@ -121,7 +122,7 @@ def test_one_error_lists_every_missing_unexpected_and_misshapen_tensor(directory
 
 
 def test_orbax_is_strict_too(tmp_path):
-    save_orbax(dummy_model(CONFIG, "float32", 0), tmp_path)
+    save_orbax(random_model(CONFIG), tmp_path)
     other = ModelConfig.from_hf(HF | {"num_hidden_layers": 3, "mlp_bias": False})
     with pytest.raises(
         ValueError, match=r"missing layers\.2\.input_layernorm.*unexpected layers\.0\.mlp\.down_proj\.bias"
@@ -357,7 +358,7 @@ def test_tensors_are_streamed(directory, read):
 def test_each_device_gets_its_part(directory, read, load_format):
     placement = Placement.on(jax.devices()[:4], CONFIG)
     if load_format == "orbax":
-        save_orbax(dummy_model(CONFIG, "float32", 0), directory)
+        save_orbax(random_model(CONFIG), directory)
     options = dict(dtype="float32", load_format=load_format, seed=0, progress=False)
     whole = load_model(directory, CONFIG, **options)
     read.clear()

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged import LLM, SamplingParams, quantize
 from jpaged.config import EngineConfig, Limits
-from jpaged.models.checkpoint import dummy_model, on_one_device
+from jpaged.models.checkpoint import on_one_device
 from jpaged.models.fused import FusedLinear, fuse, joints_of
 from jpaged.models.moe import ExpertMlps, FusedExperts, cost_of
 from jpaged.models.quantized import quantizable, quantize_weights
@@ -23,6 +23,7 @@ from pallas_kernels import Kernels
 from pallas_kernels.weights import Format
 from tests.support import architectures
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 TOKENS = np.arange(24).reshape(2, 12) * 7 % 96
@@ -40,7 +41,7 @@ NAMES = [MOE, *(pytest.param(name, marks=deep) for name in ("qwen2", "mistral", 
 def model_of(name: str, seed: int = 0, **sizes):
     hf = architectures.CASES[name] | sizes
     config = next(each.config for each in registered() if each.config.describes(hf)).from_hf(hf)
-    return dummy_model(config, "float32", seed)
+    return random_model(config, seed=seed)
 
 
 def served_model(seed: int, **sizes):
@@ -58,9 +59,9 @@ compiled = nnx.jit(logits)
 
 
 def computed(model) -> np.ndarray:
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
-    return np.asarray(compiled(model, jnp.asarray(TOKENS), positions, mask))
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
+    mask = np.broadcast_to(np.tri(12, dtype=bool), (2, 12, 12))
+    return np.asarray(compiled(model, TOKENS, positions, mask))
 
 
 def kinds(model) -> list[str]:
@@ -140,7 +141,7 @@ def test_layers_of_groups_of_different_sizes_stay_separate():
     pytest.param(MOE, 2, ["experts", *LINEAR], marks=deep),
 ])  # fmt: skip
 def test_on_several_devices_each_holds_rows_of_all_members(name, devices, expected):
-    model = model_of(name)
+    model = model_of(name, **({} if name == MOE else {"num_hidden_layers": 1}))
     placement = Placement.on(jax.devices()[:devices], model.config)
     sharded = shard(model, placement.devices)
     fused = fused_copy(sharded, placement.of)

@@ -67,7 +67,7 @@ def test_logits_without_a_cache_equal_transformers(case):
         return o[0]
 
     def error(model):
-        logits = model.logits(model(jnp.asarray(tokens), jnp.arange(t), attend))
+        logits = jax.jit(lambda tokens: model.logits(model(tokens, jnp.arange(t), attend)))(np.asarray(tokens))
         return np.abs(np.asarray(logits) - expected).max()
 
     assert error(model) < 1e-4

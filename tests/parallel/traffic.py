@@ -19,11 +19,11 @@ def config(model: str) -> EngineConfig:
 
 def requests(engine: Engine) -> list[tuple[list[int], Any, dict]]:
     tokens = lambda text: engine.tokenizer.encode(text).ids
-    drawn = dict(temperature=0.9, max_tokens=20, ignore_eos=True)
+    drawn = dict(temperature=0.9, max_tokens=16, ignore_eos=True)
     phrase = StructuredOutputsParams(regex="(one|two) (cats|dogs)")
     constraint = engine.grammar_compiler().compile(phrase)
     return [
-        (tokens("Once upon a time"), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), {}),
+        (tokens("Once upon a time"), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), {}),
         (tokens("The little fox"), SamplingParams(seed=2**63 + 3, top_k=20, top_p=0.9, **drawn), {}),
         (tokens("One day, a girl"), SamplingParams(
             n=3, seed=5, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={70: 2.0},

@@ -10,11 +10,11 @@ from flax import nnx
 
 from jpaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from jpaged.core.request import Logprob
-from jpaged.models.checkpoint import dummy_model
 from jpaged.replay import Replay, load, save
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
 from tests.support.models import EOS, byte_tokenizer
+from tests.support.random_model import random_model
 
 SETTINGS = {"block_size": 8, "num_gpu_blocks_override": 100, "progress": False, "warm_up": True} | LIMITS
 PROMPTS = [
@@ -36,7 +36,7 @@ EVERY = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(dataclasses.replace(LLAMA, eos_token_ids=(EOS,)), "float32", 0)
+    return random_model(dataclasses.replace(LLAMA, eos_token_ids=(EOS,)), "float32", 0)
 
 
 @pytest.fixture(scope="module")

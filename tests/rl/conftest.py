@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.models.checkpoint import dummy_model
 from jpaged.rl import RolloutWorker
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 SETTINGS = LIMITS | dict(num_gpu_blocks_override=160, progress=False, exact=True)
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=True)
@@ -24,5 +24,5 @@ def rolled_out(model, **settings):
 
 @pytest.fixture(scope="session")
 def llama():
-    model = dummy_model(LLAMA, "float32", 0)
+    model = random_model(LLAMA, "float32", 0)
     return model, *rolled_out(model)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged import InvalidParameter
 from jpaged.core.commands import UpdateParams
-from jpaged.models.checkpoint import Form, dummy_model, load_safetensors
+from jpaged.models.checkpoint import Form, load_safetensors
 from jpaged.models.registry import read_config
 from jpaged.rl.causal import logits, token_logprobs
 from pallas_kernels import ROW_ORDER
@@ -20,6 +20,7 @@ from tests.exact.cases import hf_of
 from tests.models.test_architectures import write
 from tests.rl.conftest import PARAMS, rolled_out
 from tests.runtime.test_runner import LLAMA
+from tests.support.random_model import random_model
 
 # Windows, caps, other norms, experts and learned positions; dtypes of the model and of the pool; kernels.
 CASES = [
@@ -155,7 +156,7 @@ def test_other_orders_are_noticed(llama):
     "dtype, tolerance", [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.deep)]
 )
 def test_gradients_are_those_of_dense_attention(dtype, tolerance):
-    graphdef, params = nnx.split(dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), dtype, 0))
+    graphdef, params = nnx.split(random_model(dataclasses.replace(LLAMA, num_hidden_layers=1), dtype, 0))
     tokens = jnp.asarray([[3, 4, 5, 6, 7], [40, 41, 42, 43, 44]])
 
     def dense(model, tokens):

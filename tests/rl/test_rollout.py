@@ -16,7 +16,6 @@ from jax.experimental import transfer
 from tokenizers import processors
 
 from jpaged import LLM, InvalidParameter, SamplingParams
-from jpaged.models.checkpoint import dummy_model
 from jpaged.rl import (
     Rollouts,
     RolloutWorker,
@@ -31,6 +30,7 @@ from tests.engine.test_update_params import device_bytes
 from tests.runtime.test_runner import LIMITS, LLAMA, Compilations
 from tests.support.few_shapes import few_shapes
 from tests.support.models import EOS, byte_tokenizer
+from tests.support.random_model import random_model
 
 ROOT = Path(__file__).parents[2]
 # The limits of `conftest.SETTINGS`, so that the run compiles a step once.
@@ -41,7 +41,7 @@ PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=20, seed=4, ignore_eos=
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(LLAMA, "float32", 0)
+    return random_model(LLAMA, "float32", 0)
 
 
 @pytest.fixture(scope="module")
@@ -221,11 +221,11 @@ TRAINER = """
 import jax
 from flax import nnx
 from jax.experimental import transfer
-from jpaged.models.checkpoint import dummy_model
+from tests.support.random_model import random_model
 from tests.runtime.test_runner import LLAMA
 
 server = transfer.start_transfer_server(jax.devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
-server.await_pull(1, nnx.to_pure_dict(nnx.state(dummy_model(LLAMA, "float32", 1))))
+server.await_pull(1, nnx.to_pure_dict(nnx.state(random_model(LLAMA, "float32", 1))))
 print(server.address(), flush=True)
 input()
 """
@@ -246,7 +246,7 @@ def test_parameters_of_another_process_are_pulled_and_served(worker, model, trai
     )
     server = transfer.start_transfer_server(jax.devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
     worker.update(server.connect(trainer_address).pull(1, specs))
-    expected = jax.tree.leaves(nnx.state(dummy_model(LLAMA, "float32", 1)))
+    expected = jax.tree.leaves(nnx.state(random_model(LLAMA, "float32", 1)))
     for found, leaf in zip(worker.llm.engine.runner.params, expected, strict=True):
         np.testing.assert_array_equal(found, leaf)
     worker.update(model)
@@ -273,7 +273,7 @@ def test_processed_logprobs_are_those_that_tokens_are_drawn_with(model):
 
 
 def test_the_gradient_of_a_truncated_distribution_is_that_of_its_definition():
-    graphdef, params = nnx.split(dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", 0))
+    graphdef, params = nnx.split(random_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", 0))
     tokens = jnp.asarray([[3, 4, 5, 6, 7]])
     kept = np.zeros((1, 5, LLAMA.vocab_size), np.uint8)
     kept[..., [2, 4, 5, 6, 7, 90]] = 1

@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jpaged import LLM, SamplingParams, shard
-from jpaged.models.checkpoint import dummy_model
 from jpaged.rl import RolloutWorker, causal, group_advantages
 from jpaged.runtime.parameters import ParamTree, by_name
 from jpaged.runtime.placement import Placement
 from tests.runtime.test_runner import Compilations
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def maxtext_tree(model) -> dict:
 def recipe(page, name):
     """A recipe's wrapper, and a function that returns the same logits in another way."""
     if name == "tree":
-        model = dummy_model(page["config"], "float32", 0)
+        model = random_model(page["config"], "float32", 0)
         return page["ServedTree"](maxtext_tree(model), page["config"]), partial(nnx.jit(own_logits), model)
     module = page["Served"](page[name], page["config"]) if name == "separate" else page[name]
     gpt = page["scanned"].gpt if name == "separate" else module.gpt

@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from jpaged import LLM, ModelConfig, SamplingParams
-from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime import runner
 from jpaged.runtime.background import Background
 from jpaged.runtime.batch import Bucket
 from tests.runtime.test_runner import Compilations
+from tests.support.random_model import random_model
 
 LLAMA = ModelConfig(
     vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
@@ -91,7 +91,7 @@ class Held:
 def llm(monkeypatch):
     """An engine whose other shapes wait for the test."""
     monkeypatch.setattr(runner, "Background", Held)
-    model = dummy_model(LLAMA, "float32", seed=0)
+    model = random_model(LLAMA, "float32", seed=0)
     return LLM(model, block_size=8, num_gpu_blocks_override=40, progress=False, max_num_seqs=4,
                max_num_batched_tokens=64)  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_shapes_join_a_sleeping_engine_and_one_with_other_parameters(llm):
     llm.engine.runner.background.run()
     llm.wake_up()
     assert answers(llm) == before
-    llm.update_params(dummy_model(LLAMA, "float32", seed=1))
+    llm.update_params(random_model(LLAMA, "float32", seed=1))
     with Compilations() as compilations:
         assert answers(llm) != before
     assert compilations.count == 0
@@ -151,7 +151,7 @@ def test_shapes_join_a_sleeping_engine_and_one_with_other_parameters(llm):
 @pytest.mark.parametrize("warm_up", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_a_setting_leaves_nothing_to_the_background(monkeypatch, warm_up):
     monkeypatch.setattr(runner, "Background", None)
-    model = dummy_model(LLAMA, "float32", seed=0)
+    model = random_model(LLAMA, "float32", seed=0)
     llm = LLM(model, block_size=8, num_gpu_blocks_override=40, progress=False, max_num_seqs=4,
               max_num_batched_tokens=64, warm_up=warm_up)  # fmt: skip
     assert set(llm.engine.runner.shapes.buckets.all) == {LARGEST, *OTHERS}

@@ -13,12 +13,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jpaged import LLM, progress
 from jpaged.config import EngineConfig, Limits
-from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.compilation_cache import _warn_once, cache_folder, compilation_cache
 from jpaged.runtime.swap import TRANSFERS
 from jpaged.start import pool
 from tests.runtime.caches import cache_of
+from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 pytestmark = pytest.mark.slow
@@ -248,7 +248,7 @@ BLOCK_BYTES = cache_of(LLAMA, 8, "float32").block_bytes
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(LLAMA, "float32", seed=0)
+    return random_model(LLAMA)
 
 
 @pytest.fixture

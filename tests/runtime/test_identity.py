@@ -9,11 +9,11 @@ from flax import nnx
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.commands import Sleep, UpdateParams, WakeUp
 from jpaged.core.plan import ParamsDeleted
-from jpaged.models.checkpoint import dummy_model
 from jpaged.models.quantized import quantize
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.identity import hash_arrays, versions
 from tests.runtime.test_runner import LLAMA
+from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 ARRAYS = {
@@ -49,7 +49,7 @@ def runner(model, **config):
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(LLAMA, "float32", 0)
+    return random_model(LLAMA, "float32", 0)
 
 
 def test_a_fingerprint_is_computed_once_after_each_update(model, monkeypatch):
@@ -57,16 +57,16 @@ def test_a_fingerprint_is_computed_once_after_each_update(model, monkeypatch):
     monkeypatch.setattr(runner_module, "hash_arrays", lambda *args: hashed.append(1) or hash_arrays(*args))
     first = served.fingerprint()
     assert first == served.fingerprint() and len(hashed) == 1
-    served.control(UpdateParams(dummy_model(LLAMA, "float32", 1)))
+    served.control(UpdateParams(random_model(LLAMA, "float32", 1)))
     second = served.fingerprint()
     assert first != second == served.fingerprint() and len(hashed) == 2
-    served.control(UpdateParams(dummy_model(LLAMA, "float32", 0)))
+    served.control(UpdateParams(random_model(LLAMA, "float32", 0)))
     assert served.fingerprint() == first
 
 
 def test_other_variables_of_a_module_count():
     def fingerprint_with(value):
-        model = dummy_model(LLAMA, "float32", 0)
+        model = random_model(LLAMA, "float32", 0)
         model.statistics = nnx.BatchStat(jnp.full(3, value))
         return runner(model).fingerprint()
 
@@ -85,7 +85,7 @@ def test_a_sleeping_runner_has_the_fingerprint_of_its_copy_or_none(model):
 
 
 def test_deleted_parameters_have_no_fingerprint():
-    served = runner(dummy_model(LLAMA, "float32", 0))
+    served = runner(random_model(LLAMA, "float32", 0))
     served.params[0].delete()
     with pytest.raises(ParamsDeleted, match="deleted, as by a train step"):
         served.fingerprint()

@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jpaged.core.plan import ParamsDeleted
-from jpaged.models.checkpoint import dummy_model, on_one_device
+from jpaged.models.checkpoint import on_one_device
 from jpaged.models.config import ModelConfig
 from jpaged.models.fused import fuse
 from jpaged.runtime.parameters import ModuleArrays, ParamTree, by_name, explain_deletion
 from jpaged.runtime.placement import Placement
 from tests.runtime.test_runner import Compilations
 from tests.support import models
+from tests.support.random_model import random_model
 from tests.support.trees import nested
 
 CONFIG = ModelConfig.from_hf(models.TINY)
@@ -26,7 +27,7 @@ NORM = "layers.1.input_layernorm.scale"
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(CONFIG, "float32", seed=0)
+    return random_model(CONFIG, "float32", seed=0)
 
 
 def tree_of(model, **options):

@@ -17,7 +17,7 @@ from jpaged import LLM, BeamSearchParams, ModelConfig, SamplingParams
 from jpaged.config import EngineConfig, Limits
 from jpaged.core.commands import UpdateParams
 from jpaged.core.plan import Admitted, ParamsDeleted, Scheduled, StepPlan, StepResult
-from jpaged.models.checkpoint import abstract_model, dummy_model
+from jpaged.models.checkpoint import abstract_model
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.compilation_cache import cache_folder
 from jpaged.runtime.device_rows import empty_state
@@ -32,6 +32,7 @@ from jpaged.start.resolve import resolve
 from pallas_kernels import Kernels, SelfTest, select
 from tests.runtime.caches import cache_of, placement_of
 from tests.support.few_shapes import few_shapes, limiting
+from tests.support.random_model import random_model
 from tests.support.runners import runner_of
 
 pytestmark = pytest.mark.slow
@@ -46,12 +47,13 @@ H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": 9
 
 @pytest.fixture(scope="module")
 def model():
-    return dummy_model(LLAMA, "float32", seed=0)
+    return random_model(LLAMA, "float32", seed=0)
 
 
 @pytest.fixture(scope="module")
 def llm(model):
-    return LLM(model, block_size=8, num_gpu_blocks_override=20, progress=False, warm_up=True, **LIMITS)
+    options = dict(preemption_mode="swap", progress=False, warm_up=True)
+    return LLM(model, block_size=8, num_gpu_blocks_override=20, **options, **LIMITS)
 
 
 class Compilations:
@@ -350,7 +352,7 @@ def test_the_cost_of_a_swap_is_in_tokens_per_block(llm, monkeypatch):
 
 def test_steep_costs_add_shapes_and_shorten_chunks(llm, monkeypatch):
     """The shapes that are added are compiled before the first request."""
-    model = dummy_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", seed=0)
+    model = random_model(dataclasses.replace(LLAMA, num_hidden_layers=1), "float32", seed=0)
     cost = lambda bucket: bucket.num_tokens / (5 if bucket.decode else 10)
     monkeypatch.setattr(measure, "stored_costs", lambda _, key, buckets, *__: {b: cost(b) for b in buckets})
     monkeypatch.setattr(setup, "resolve", limiting(setup.resolve, max_num_batched_tokens=64))
@@ -429,13 +431,13 @@ def test_prompts_are_scored_only_where_a_logprob_is_wanted(runner, monkeypatch):
 
 @pytest.mark.deep  # tests/engine/test_update_params.py has it of an engine
 def test_other_parameters_are_served_from_the_next_step_on(runner):
-    before, other = list(runner.params), dummy_model(LLAMA, "float32", seed=1)
+    before, other = list(runner.params), random_model(LLAMA, "float32", seed=1)
     runner.check(UpdateParams(other))
     assert all(now is old for now, old in zip(runner.params, before, strict=True))
     runner.control(UpdateParams(other))
     leaves = jax.tree.leaves(nnx.state(other))
     assert [x.unsafe_buffer_pointer() for x in runner.params] == [x.unsafe_buffer_pointer() for x in leaves]
-    narrow = dummy_model(LLAMA, "bfloat16", seed=1)
+    narrow = random_model(LLAMA, "bfloat16", seed=1)
     for call in (runner.check, runner.control):
         with pytest.raises(ValueError, match=r"params: .* is bfloat16, not float32"):
             call(UpdateParams(narrow))
@@ -444,7 +446,7 @@ def test_other_parameters_are_served_from_the_next_step_on(runner):
 
 def test_deleted_parameters_are_named():
     runner = runner_of(
-        dummy_model(LLAMA, "float32", seed=1), EngineConfig(num_gpu_blocks_override=4), Limits(16, 2, 8, 8)
+        random_model(LLAMA, "float32", seed=1), EngineConfig(num_gpu_blocks_override=4), Limits(16, 2, 8, 8)
     )
     runner.params[3].delete()
     admitted = Admitted(0, (5, 0), 2, SamplingParams(), 0, ((1,),))

@@ -8,7 +8,6 @@ import pytest
 
 from jpaged import BeamSearchParams, SamplingParams
 from jpaged.llm import LLM
-from jpaged.models.checkpoint import dummy_model
 from jpaged.runtime.device_rows import empty_state
 from jpaged.runtime.sampler import SampleOptions, sample
 from jpaged.runtime.sampling_row import Sampling
@@ -17,6 +16,7 @@ from jpaged.runtime.sampling_settings import Settings
 from tests.runtime.test_runner import LIMITS, LLAMA
 from tests.runtime.test_sampler import empty_sampling
 from tests.support.few_shapes import few_shapes
+from tests.support.random_model import random_model
 
 ROWS, VOCAB = 6, 500
 
@@ -82,7 +82,9 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def llm():
     with few_shapes():
-        return LLM(dummy_model(LLAMA, "float32", 0), block_size=8, num_gpu_blocks_override=24, progress=False, **LIMITS)
+        return LLM(
+            random_model(LLAMA, "float32", 0), block_size=8, num_gpu_blocks_override=24, progress=False, **LIMITS
+        )
 
 
 def test_an_engine_with_all_executables_generates_the_same(llm, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import pallas_kernels
-from jpaged.models.checkpoint import dummy_model
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import Bucket, Layout
 from jpaged.runtime.device_rows import empty_state
@@ -22,6 +21,7 @@ from jpaged.runtime.step import Step, forward, sampling_of
 from pallas_kernels import Weight
 from tests.kernels.implementations import kernels_of
 from tests.runtime.caches import placement_of
+from tests.support.random_model import random_model
 
 LLAMA = ModelConfig(
     vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
@@ -80,7 +80,7 @@ def test_products_have_no_padding_and_after_the_last_attention_only_wanted_rows(
     kernels = RecordingProducts()
     _, batch = Layout(Bucket(8, 2, decode), 2).empty()
     batch.num_tokens[...], batch.sampled_from[:], batch.targets[targets] = 6, [2, 5], 1
-    model = dummy_model(LLAMA, "float32", seed=0)
+    model = random_model(LLAMA, "float32", seed=0)
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim))] * 6
     forward(model, KVCache.of(LLAMA, 4, "float32", Ops().kernels()), pool, batch, decode=decode, kernels=kernels)
     seen = [np.flatnonzero(wanted_t).tolist() for wanted_t in kernels.wanted]
@@ -105,7 +105,7 @@ def test_a_product_of_other_rows_than_tokens_is_computed_whole():
 def test_each_layer_writes_and_attends_to_its_own_arrays(decode):
     ops, pool = Ops(), [jnp.full((2, 1, 4, LLAMA.head_dim), float(i)) for i in range(6)]
     _, batch = Layout(Bucket(8, 4, decode), 2).empty()
-    model = dummy_model(LLAMA, "float32", seed=0)
+    model = random_model(LLAMA, "float32", seed=0)
     x_td, returned = forward(model, KVCache.of(LLAMA, 4, "float32", ops.kernels()), pool, batch, decode=decode)
     assert x_td.shape == (8, LLAMA.hidden_size)
     assert [float(array.mean()) for array in returned] == [10, 21, 12, 23, 14, 25]
@@ -143,7 +143,7 @@ def test_only_a_decode_step_uses_the_decode_op(decode):
         paged_decode_attention=decode_op,
         ragged_paged_attention=ragged_op,
     )
-    graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
+    graphdef, params = nnx.split(random_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten([params])
     pool = [jnp.zeros((2, 1, 4, LLAMA.head_dim)) for _ in range(6)]
     bucket = Bucket(8, 4, decode)
@@ -181,7 +181,7 @@ def test_every_setting_of_a_row_is_unpacked_with_its_dtype():
 
 def test_samples_are_the_last_tokens_of_their_rows():
     """The token before a sample is counted if it is output; a negative one is the last sample of a row."""
-    graphdef, params = nnx.split(dummy_model(LLAMA, "float32", seed=0))
+    graphdef, params = nnx.split(random_model(LLAMA, "float32", seed=0))
     leaves, treedef = jax.tree.flatten([params])
     cache = KVCache.of(LLAMA, 4, "float32", kernels_of(pallas_kernels.reference))
     step = Step(graphdef, treedef, cache, {}, placement_of(LLAMA))

@@ -116,8 +116,8 @@ async def test_disconnected_clients_leave_no_block_in_use(client):
 async def test_slow_reader_is_disconnected_after_the_request_timeout():
     with ServerProcess("--request-timeout", "1", module=SCRIPTED) as server:
         before = (await state_of(server.url)).files
-        # The response has some ten megabytes, more than the sockets' buffers hold.
-        long = body(0, 400) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}
+        # The response has some six megabytes, more than the sockets' buffers hold.
+        long = body(0, 250) | {"prompt": ["a", "b", "c", "d"], "n": 16, "logprobs": 20}
         with SlowReader(server.url, long) as reader:
 
             async def connected() -> bool:

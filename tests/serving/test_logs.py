@@ -1,5 +1,6 @@
 """The log and the access log: their lines, and files and pipes that cannot be written."""
 
+import fcntl
 import http.client
 import json
 import logging
@@ -128,8 +129,10 @@ def test_full_disk_of_the_access_log_is_ignored():
 
 def test_pipe_without_a_reader_delays_neither_requests_nor_the_exit():
     reading, writing = os.pipe()
+    if set_size := getattr(fcntl, "F_SETPIPE_SZ", None):
+        fcntl.fcntl(writing, set_size, 2**14)
     with os.fdopen(reading), os.fdopen(writing, "w") as unread, process(unread, "-m", SCRIPTED) as (server, port):
-        serve(port, 300)  # A pipe holds 64 KiB.
+        serve(port, 60 if set_size else 300)  # Elsewhere, a pipe holds 64 KiB.
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0
 

@@ -1,4 +1,5 @@
-"""Two shapes of steps instead of a dozen, so that an engine is soon compiled. As a program: `jpaged` with them.
+"""Two shapes of steps instead of a dozen, and one of transfers, so that an engine is soon compiled. As a program:
+`jpaged` with them.
 
 python -m tests.support.few_shapes worker --nnodes 2 ...
 """
@@ -14,11 +15,11 @@ PROGRAM = (sys.executable, "-m", "tests.support.few_shapes")
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Let runners have one shape of decode steps, and one of steps with prompts.
+    """Let runners have one shape of decode steps, one of steps with prompts, and one of transfers to the host.
 
     Tests of the shapes themselves (`tests/runtime`) and of start-up use all of them.
     """
-    from jpaged.runtime import runner
+    from jpaged.runtime import runner, swap
     from jpaged.runtime.batch import Buckets
 
     class FewBuckets(Buckets):
@@ -27,11 +28,12 @@ def few_shapes() -> Iterator[None]:
             self.decode, self.mixed = self.decode[-1:], self.mixed[-1:]
             self.all = self.decode + self.mixed
 
-    runner.Buckets = FewBuckets
+    transfers = swap.TRANSFERS
+    runner.Buckets, swap.TRANSFERS = FewBuckets, transfers[:1]
     try:
         yield
     finally:
-        runner.Buckets = Buckets
+        runner.Buckets, swap.TRANSFERS = Buckets, transfers
 
 
 def limiting(resolve: Callable[..., Any], **limits: int) -> Callable[..., Any]:

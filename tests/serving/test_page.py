@@ -296,9 +296,10 @@ def test_stop_ends_the_request_itself(browser, server):
     with Visit(browser, server.url) as visit:
         visit.live().answer_at_length()
         visit.say("Tell me a story about a dragon.")
-        visit.until("window.jpaged.pool.facts.running === 1")
-        visit.until("document.querySelector('.answer .text')?.textContent.length > 20")
-        visit.page.click("#stop")
+        # The page clicks by itself: the answer might end between two calls from here.
+        running = "window.jpaged.pool.facts.running === 1"
+        begun = "document.querySelector('.answer .text')?.textContent.length > 20"
+        visit.until(f"{running} && {begun} && (document.querySelector('#stop').click(), true)")
         visit.done()
         visit.until("window.jpaged.pool.facts.running === 0")
         assert visit.text(".answer .note") == ["stopped"]

@@ -14,6 +14,7 @@ from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
 LONG_MEMORY, LEAST_RATE = 0.1, 0.6  # weight of the newest draft in the usual share, and the least one beside others
+LEAST_MATCH = 5  # equal tokens before drafts of a sequence that others run beside
 ASLEEP = sys.maxsize  # position up to which a sequence rests whose tokens are searched as they come
 MAX_REST = 16  # tokens without a search for drafts, because some did not pay
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
@@ -186,7 +187,7 @@ class Drafter:
         If there were some that do not pay, the next tokens are not searched, more of them each time. Beside others,
         which go on meanwhile, the sequence misses a step before it has drafts: most of them must usually be kept.
         """
-        found = self._search(tokens, most) if most else []
+        found = self._search(tokens, most, LEAST_MATCH if others else 0) if most else []
         drafts = []
         if found and not (others and self._usual_rate < LEAST_RATE):
             drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
@@ -201,12 +202,15 @@ class Drafter:
             self._rate = self._usual_rate
         return drafts
 
-    def _search(self, tokens: Sequence[int], most: int) -> list[int]:
+    def _search(self, tokens: Sequence[int], most: int, least: int) -> list[int]:
+        """Return the tokens after the longest match, of at least some equal tokens as far as the settings allow."""
         best = NOTHING
         for each in self._proposers:
             found = each.following(tokens, most)
             if found.matched > best.matched:
                 best = found
+        if best.matched < min(least, self._settings.longest):
+            return []
         return best.tokens[: int(min(most, self._settings.factor * best.matched))] if best.tokens else best.tokens
 
     def _best(self, most: int, others: int, context: int, rate: float) -> int:

@@ -79,7 +79,8 @@ def test_more_drafts_are_kept_where_more_were_right():
 
 
 def test_where_tokens_cost_nothing_all_drafts_are_computed():
-    assert len(drafter_of(costs=UNKNOWN).propose([1, 2, 3, 4, 5, 6, 1, 2], (), 9, 100)) == SETTINGS.num_tokens
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
+    assert len(drafter_of(costs=UNKNOWN).propose(tokens, (), 9, 100)) == SETTINGS.num_tokens
 
 
 def test_a_sequence_wakes_up_for_drafts_that_are_expected_to_pay():
@@ -97,11 +98,18 @@ def test_beside_others_a_sequence_wakes_up_if_most_of_its_drafts_are_usually_kep
         drafter = drafter_of(costs=UNKNOWN)
         for _ in range(10):
             drafter.learn(4, right)
-        assert drafter.see([1, 2, 3, 1, 2], others) == expected
+        assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], others) == expected
+
+
+@pytest.mark.parametrize("longest, others, expected", [(8, 1, False), (8, 0, True), (4, 1, True), (4, 0, True)])
+def test_beside_others_a_short_match_gives_no_drafts(longest, others, expected):
+    drafter = drafter_of(Speculation(num_tokens=4, longest=longest, shortest=2), costs=UNKNOWN)
+    assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], others) == expected
+    assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], others) != expected, "the search did not rest"
 
 
 def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
-    drafter, tokens, rests = drafter_of(), [1, 2, 3, 1, 2], []
+    drafter, tokens, rests = drafter_of(), [1, 2, 3, 1, 2, 3, 1, 2], []
     for _ in range(6):
         assert not drafter.see(tokens, 40) and drafter.rests_until == ASLEEP
         before = len(tokens)
@@ -114,7 +122,7 @@ def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
 
 
 def test_where_few_drafts_were_right_later_ones_are_expected_to_be_wrong_for_some_time():
-    drafter, tokens = drafter_of(), [1, 2, 3, 1, 2]
+    drafter, tokens = drafter_of(), [1, 2, 3, 1, 2, 3, 1, 2]
     counts = []
     for number in range(60):
         found = drafter.propose(tokens, (), 4, 1)

@@ -194,8 +194,8 @@ class Limits:
 
     @property
     def max_num_decodes(self) -> int:
-        """Maximum decode tokens of a step: one of each sequence, and the drafts."""
-        return self.max_num_seqs + self.max_num_drafts
+        """Maximum decode tokens of a step: one of each sequence, and the drafts that its budget has room for."""
+        return max(self.max_num_seqs, min(self.max_num_seqs + self.max_num_drafts, self.max_num_batched_tokens))
 
     @property
     def blocks_per_seq(self) -> int:

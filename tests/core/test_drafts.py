@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from jpaged.config import EngineConfig, Speculation
+from jpaged.config import EngineConfig, Limits, Speculation
 from jpaged.core.drafts import (
     ASLEEP,
     INDEXED_AT_ONCE,
@@ -21,6 +21,7 @@ from jpaged.core.drafts import (
     Rounds,
 )
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.runtime.batch import Buckets
 from tests.core import traffic
 
 SETTINGS = Speculation(num_tokens=4, longest=8, shortest=2)
@@ -189,6 +190,15 @@ def test_a_step_has_room_for_the_drafts_of_eight_sequences_and_preempts_nothing_
         traffic.add(scheduler, i, [1, 2], max_tokens=2)
     traffic.drain(scheduler, runner)
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("tokens, decodes", [(8, 8), (30, 30), (40, 40), (64, 40)])
+def test_a_step_has_no_more_decode_tokens_than_its_budget(tokens, decodes):
+    limits = Limits(64, 8, tokens, speculative_config={"num_speculative_tokens": 4})
+    assert limits.max_num_decodes == decodes
+    buckets = Buckets(limits)
+    buckets.keep(buckets.mixed[-1:])  # the only one at a start that compiles the others later
+    assert buckets.fit(decodes, decodes, True) == buckets.all[0]
 
 
 def test_the_room_of_a_step_is_divided_among_the_sequences_that_find_drafts():

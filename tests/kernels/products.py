@@ -75,7 +75,7 @@ def _numbers(rng: np.random.Generator, form: Format, shape: tuple[int, ...]) -> 
 
 
 def _constant(array: np.ndarray) -> np.ndarray:
-    """Let nobody change an array that tests share."""
+    """Return the array, which tests share, as a read-only one."""
     array.flags.writeable = False
     return array
 

@@ -17,7 +17,7 @@ from tests.kernels.implementations import ops_of
 from tests.kernels.products import FORMS, exact_matrix, exact_up, weight_in, x_of
 
 OPS = {"reference": ops_of(reference), "cpu": ops_of(cpu)}
-# One of each, so that cases of the same shapes share what is compiled.
+# One jitted function of each, so that cases of the same shapes share an executable.
 PRODUCT = {name: jax.jit(ops.product, static_argnames=("activation", "dtype")) for name, ops in OPS.items()}
 PRODUCTS = {name: jax.jit(ops.products, static_argnames="dtype") for name, ops in OPS.items()}
 DEPTHS = (128, WHOLE + 128, 3 * SEGMENT)

@@ -80,7 +80,7 @@ def compilations(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(compilations, tmp_path_factory):
     """A first start on a device where Mosaic is `broken` and Triton is `good`: its kernels, a function that starts once
-    more and fails where a test runs again, the id of a process that a hanging op started, and what was logged."""
+    more and fails where a test runs again, the id of a process that a hanging op started, and the lines of the log."""
     folder = tmp_path_factory.mktemp("broken")
     pid = folder / "pid"
     place = SelfTest(folder, platform="cpu", limit_s=PATIENCE_S)

@@ -619,7 +619,7 @@ def test_the_best_tokens_of_vocabularies_large_and_small(vocab_size, k):
 
 
 def is_kept(x: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Return what the filters keep of the rows; for one compilation, they stand in an array of rows of 50 tokens."""
+    """Return the mask of the tokens that the filters keep. Rows are padded to 50 tokens: all calls have one shape."""
     padded = np.full((2, 50), -np.inf, np.float32)
     padded[:, 0] = 0
     padded[: len(x), : x.shape[1]] = x

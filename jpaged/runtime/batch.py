@@ -74,8 +74,8 @@ class Buckets:
 
     Both ladders double, and have further shapes if their costs justify them (`measure`). Where padding costs little,
     decode steps have a ladder that quadruples, and the other one begins higher. A step with a prompt pays for
-    `num_seqs` only in logits. Steps with drafts may have one more size. `benchmarks/engine/padding.py` counts the
-    padding.
+    `num_seqs` only in logits. Decode steps with drafts have a ladder of their own, which doubles, from twice
+    `max_num_seqs` on. `benchmarks/engine/padding.py` counts the padding.
 
     Args:
         padded: whether a step costs as much as its whole shape.
@@ -84,10 +84,10 @@ class Buckets:
 
     def __init__(self, limits: Limits, *, padded: bool = True, least: int = 1):
         max_seqs, (factor, least_tokens) = limits.max_num_seqs, LADDERS[padded]
-        with_drafts = (limits.max_num_decodes,) if limits.max_num_drafts else ()
-        sizes = (*ladder(min(least, max_seqs), max_seqs, factor), *with_drafts)
+        drafting = ladder(2 * max_seqs, limits.max_num_decodes, 2) if limits.max_num_drafts else ()
+        sizes = dict.fromkeys((*ladder(min(least, max_seqs), max_seqs, factor), *drafting))
         self.decode = tuple(Bucket(size, size, True) for size in sizes)
-        seqs = (16, max_seqs, *with_drafts) if max_seqs > 16 else (max_seqs, *with_drafts)
+        seqs = dict.fromkeys((min(16, max_seqs), max_seqs, *drafting[-1:]))
         self.mixed = tuple(
             Bucket(t, s, False) for t in ladder(least_tokens, max(16, limits.max_num_batched_tokens), 2) for s in seqs
         )
@@ -178,9 +178,20 @@ class Layout:
             if first_blocks is None or window is None:
                 block_tables[:n] = of_rows[row_n]
                 continue
-            first_blocks[:n] = np.maximum(start_n - window + 1, 0) // self._block_size
+            first_blocks[:n] = _first_blocks(start_n, window, self._block_size)
             columns = first_blocks[:n, None] + np.arange(block_tables.shape[1])
             block_tables[:n] = of_rows[row_n[:, None], np.minimum(columns, self._width - 1)]
+
+    def attend(self, batch: Batch, num_tokens: int, context: int) -> None:
+        """Let the first tokens of a batch of padding be decode tokens of one sequence, whose blocks are all block 0."""
+        batch.decodes[:num_tokens] = True
+        batch.cu_q_lens[:] = np.minimum(np.arange(len(batch.cu_q_lens)), num_tokens)
+        batch.positions[:num_tokens] = context + np.arange(num_tokens)
+        batch.context_lens[:num_tokens] = batch.positions[:num_tokens] + 1
+        for first_blocks, window in zip(batch.first_blocks, self._windows):
+            if first_blocks is not None and window is not None:
+                first_blocks[:num_tokens] = _first_blocks(batch.positions[:num_tokens], window, self._block_size)
+        self.fill_work(batch)
 
     def whole_tables(self, batch: Batch) -> Batch:
         """Return a batch whose block tables have all columns."""
@@ -200,6 +211,12 @@ class Layout:
         """Return a new buffer and its arrays, with padding only: it computes nothing and writes nothing."""
         buffer = self._padding.copy()
         return buffer, self.unpack(buffer)
+
+
+def _first_blocks(start_n: np.ndarray, window: int, block_size: int) -> np.ndarray:
+    """Return the index of the first block that queries from some positions on see through a window."""
+    first_n: np.ndarray = np.maximum(start_n - window + 1, 0) // block_size
+    return first_n
 
 
 def _is_shape(each: Any) -> bool:
@@ -244,19 +261,25 @@ class Shapes:
                 self.no_bits[bucket.num_seqs] = self._placement.put(bits)
         self.buckets.add(buckets)
 
-    def padding(self, bucket: Bucket, num_tokens: int | None = None) -> jax.Array:
+    def padding(self, bucket: Bucket, num_tokens: int | None = None, *, context: int = 0) -> jax.Array:
         """Return the buffer of a batch of padding only.
 
         Args:
-            num_tokens: number of tokens that the step computes nevertheless where products skip padding. It samples
-                from as many of them as it has room for, and the samples belong to no row. None: all, without samples.
+            num_tokens: number of tokens that the step computes nevertheless where products skip padding. It draws
+                samples after as many of them as it has room for, and these belong to no row. None: all tokens, without
+                samples.
+            context: tokens before these, which are then decode tokens of one sequence; 0: they attend to nothing.
         """
-        buffer, batch = self.layouts[bucket].empty()
+        layout = self.layouts[bucket]
+        buffer, batch = layout.empty()
         if num_tokens is not None:
             num_samples = min(num_tokens, bucket.num_seqs)
             batch.num_tokens[...] = num_tokens
             batch.sampled_from[:num_samples] = np.arange(num_samples)
-            batch.samples.view(ROW)[:num_samples]["rows"] = NO_ROW
+            samples = batch.samples.view(ROW)[:num_samples]
+            samples["rows"], samples["temperature"] = NO_ROW, 1
+            if context:
+                layout.attend(batch, num_tokens, context)
         return cast(jax.Array, self._placement.put(buffer))
 
 

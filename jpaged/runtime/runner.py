@@ -321,13 +321,17 @@ class ModelRunner:
 
         self.background = Background(self, [*(partial(compile_shape, bucket) for bucket in buckets), compile_swaps])
 
-    def run_padding(self, bucket: Bucket, num_tokens: int = 1, *, everything: bool = False) -> jax.Array:
+    def run_padding(
+        self, bucket: Bucket, num_tokens: int = 1, *, context: int = 0, everything: bool = False
+    ) -> jax.Array:
         """Run a step of padding with the simplest sampling, or with every sampling and the scores of prompts.
 
         Args:
             num_tokens: number of tokens to compute, where a step costs less than its whole shape.
+            context: tokens that these attend to, as decode tokens of one sequence.
         """
-        computed = self._forward(self.shapes.padding(bucket, None if self.pads else num_tokens), bucket)
+        count = None if self.pads and not context else num_tokens
+        computed = self._forward(self.shapes.padding(bucket, count, context=context), bucket)
         for settings in self.step.settings if everything else self.step.settings[:1]:
             chosen, _ = self._choose(computed, self.shapes.no_bits[bucket.num_seqs], settings)
         if everything and self.adapters.slots is not None:

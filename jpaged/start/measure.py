@@ -39,7 +39,8 @@ STEEP, LONG_S = 1.5, 0.02
 # Seconds in which a CPU schedules, decodes and sends one token of a stream, about as measured by
 # `benchmarks/engine/isolation.py`.
 CPU_TOKEN_S = 150e-6
-VERSION = 5  # of the way in which costs are measured, and of kernels whose speed changed
+LONG_CONTEXT = 2048  # tokens, at which the cost of reading a context is measured
+VERSION = 6  # of the way in which costs are measured, and of kernels whose speed changed
 
 
 class Measured(NamedTuple):
@@ -254,29 +255,32 @@ def step_overhead(costs: StepCosts, platform: str) -> float:
 
 
 def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> DecodeCosts:
-    """Return the costs of decode steps. A context costs what reading it takes, at the rate of the weights.
+    """Return the costs of decode steps.
 
-    Where padding costs nothing, the steps of one sequence with drafts are measured, too, and costs between measured
-    numbers of tokens are interpolated. Otherwise a step costs what its shape does.
+    With drafts, the steps of one sequence are measured where padding costs nothing, and everywhere one with as many
+    drafts as possible on a long context, which they read together. Costs between measured numbers of tokens are
+    interpolated where padding costs nothing. Otherwise a step costs what its shape does.
     """
     drafts = Speculation.of(limits.speculative_config)
     known = {bucket.num_tokens: seconds for bucket, seconds in costs.items() if bucket.decode}
     if not known:
         return UNKNOWN
-    if drafts is not None and not runner.pads:
-        fit = runner.shapes.buckets.fit
-        runs = {
-            Bucket(count, count, True): partial(runner.run_padding, fit(count, count, True), count)
-            for count in range(1, drafts.num_tokens + 2)
-        }
-        known |= {bucket.num_tokens: seconds for bucket, seconds in _stored(runner, limits, "drafts", runs).items()}
-    counts, seconds = np.array(sorted(known.items())).T
+    context = 0.0
+    if drafts is not None:
+        fit, most = runner.shapes.buckets.fit, drafts.num_tokens + 1
+        counts = [most] if runner.pads else range(1, most + 1)
+        length = max(1, min(LONG_CONTEXT, limits.max_model_len - most))
+        long = Bucket(length, most, True)  # stands for the step with a context in the file
+        runs = {Bucket(n, n, True): partial(runner.run_padding, fit(n, n, True), n) for n in counts}
+        runs[long] = partial(runner.run_padding, fit(most, most, True), most, context=length)
+        seconds = _stored(runner, limits, "drafts", runs)
+        context = max(0.0, seconds[long] - seconds[Bucket(most, most, True)]) / (most * length)
+        if not runner.pads:
+            known |= {count: seconds[Bucket(count, count, True)] for count in counts}
+    counts, times = np.array(sorted(known.items())).T
     sizes = np.arange(limits.max_num_decodes + 1)
-    every = seconds[np.searchsorted(counts, sizes)] if runner.pads else np.interp(sizes, counts, seconds)
-    weights = sum(leaf.nbytes for leaf in runner.leaves)
-    cache = runner.blocks.cache
-    token_bytes = cache.block_bytes * cache.groups.windows.count(None) / limits.block_size
-    return DecodeCosts(tuple(every.tolist()), float(seconds[0] * token_bytes / weights))
+    every = times[np.searchsorted(counts, sizes)] if runner.pads else np.interp(sizes, counts, times)
+    return DecodeCosts(tuple(every.tolist()), context)
 
 
 def costs_file(folder: Path, key: str) -> Path | None:

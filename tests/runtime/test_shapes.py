@@ -56,6 +56,14 @@ def test_padding_may_compute_some_tokens_and_writes_nothing(shapes, bucket, num_
         np.testing.assert_array_equal(getattr(batch, name), getattr(empty, name))
 
 
+def test_padding_may_be_a_sequence_with_drafts_on_a_context(shapes):
+    bucket = Bucket(4, 4, True)
+    batch = shapes.layouts[bucket].unpack(np.asarray(shapes.padding(bucket, 3, context=5)))
+    assert batch.positions.tolist() == [5, 6, 7, 0] and batch.context_lens.tolist() == [6, 7, 8, 0]
+    assert batch.cu_q_lens.tolist() == [0, 1, 2, 3, 3] and batch.decodes.tolist() == [1, 1, 1, 0]
+    assert not batch.block_tables[0].any() and (batch.slot_mapping[0] == -1).all(), "it writes nothing"
+
+
 def test_padding_is_an_empty_batch(shapes):
     for bucket in shapes.buckets.all:
         buffer = shapes.padding(bucket)

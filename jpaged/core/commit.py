@@ -51,6 +51,7 @@ class Commit:
         self.samples_of_beams: dict[Request, list[Sample]] = {}
         self.kept: Counter[Sequence] = Counter()
         self.faults: dict[Request, Exception] = {}
+        self.num_woken = 0  # sequences that now wait for the result of a later step in flight
 
     def run(self, step: PlannedStep, result: StepResult) -> Committed:
         """Commit all rows of a step, then its beam searches."""
@@ -127,6 +128,7 @@ class Commit:
             finish(sequence, FinishReason.STOP, NOTHING_LEFT, self.queues, self.memory)
         elif self._wakes(sequence):
             sequence.steady_until = 0
+            self.num_woken += sequence.pending > 0
 
     def _wakes(self, sequence: Sequence) -> bool:
         """Return whether a sequence wakes up for drafts. One with a grammar waits for each token anyway."""

@@ -11,6 +11,7 @@ from jpaged.core.drafts import (
     DraftModelLimits,
     Lookup,
     ModelDrafter,
+    Odds,
     Proposer,
     Rounds,
 )
@@ -40,6 +41,7 @@ class Drafting:
         self.past_outputs: PastOutputs | None = None
         if self.settings is not None and self.settings.outputs:
             self.past_outputs = PastOutputs(self.settings, pool)
+        self._odds = Odds(self.settings.longest) if self.settings else None
         self._costs, model = costs, model or DraftModelLimits(limits.max_model_len, UNKNOWN)
         self._max_model_len, self._rounds = model.max_model_len, Rounds(model.costs)
 
@@ -58,7 +60,7 @@ class Drafting:
         proposers: list[Proposer] = [Lookup(settings.longest, settings.shortest)]
         if self.past_outputs is not None:
             proposers.append(Past(self.past_outputs, request.cache_salt, self.past_outputs.epoch))
-        return Drafter(settings, self._costs, proposers, most)
+        return Drafter(settings, self._costs, proposers, most, self._odds)
 
     def wanted(self, running: Series[Sequence]) -> list[Wanted]:
         """Return the running sequences that want drafts of the draft model in the next step; the others rest.

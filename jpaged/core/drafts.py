@@ -13,15 +13,16 @@ from typing import NamedTuple, Protocol
 from jpaged.config import Speculation
 
 START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
-LONG_MEMORY, LEAST_RATE = 0.1, 0.6  # weight of the newest draft in the usual share, and the least one beside others
-LEAST_MATCH = 5  # equal tokens before drafts of a sequence that others run beside
+LONG_MEMORY, FORGETTING = 0.05, 0.005  # weights in `Odds` of the newest draft, and of drafts that did not pay
+OVERLAP = 1 / 16  # share of a step's time that is saved where no sequence waits for its sample
+CERTAIN = -1  # stands for the equal tokens before drafts that a grammar forces
 ASLEEP = sys.maxsize  # position up to which a sequence rests whose tokens are searched as they come
 MAX_REST = 16  # tokens without a search for drafts, because some did not pay
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
 LONG_ROUND = 4  # times its expected cost, beyond which the time of a round is not believed
 RATE_OF_MODEL = 0.9  # share of its drafts that are expected to be kept in a trial
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
-PLACES = 4  # that are kept of equal tokens
+PLACES = 16  # that are kept of equal tokens: the names of records recur in each of them
 
 
 class DecodeCosts(NamedTuple):
@@ -132,12 +133,36 @@ class Lookup:
         return next((n for n in range(most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
 
 
+class Odds:
+    """Shares of drafts that were kept after a number of equal tokens, in all sequences of an engine."""
+
+    def __init__(self, longest: int):
+        self._rates = [START_RATE] * (longest + 1)
+
+    def after(self, matched: int) -> float:
+        """Return the share after some equal tokens."""
+        return self._rates[min(matched, len(self._rates) - 1)]
+
+    def learn(self, matched: int, is_kept: bool) -> None:
+        """Take note of one draft."""
+        self._move(matched, float(is_kept), LONG_MEMORY)
+
+    def forget(self, matched: int) -> None:
+        """Believe the past drafts less, so that drafts are tried again at some time."""
+        self._move(matched, START_RATE, FORGETTING)
+
+    def _move(self, matched: int, towards: float, weight: float) -> None:
+        place = min(matched, len(self._rates) - 1)
+        self._rates[place] += weight * (towards - self._rates[place])
+
+
 class Drafter:
     """Source of the drafts of one sequence, which learns how many pay. Copies continue independently.
 
     Args:
         proposers: the sources of drafts. The one with the longest match is taken, the first of equal ones.
         most: maximum drafts in a step, if it is below that of the settings.
+        odds: what all sequences have learned; None: this one learns alone.
 
     Steps of a sequence that rests overlap with others. It wakes up for drafts that are expected to pay (`see`).
 
@@ -146,84 +171,90 @@ class Drafter:
     """
 
     def __init__(
-        self, settings: Speculation, costs: DecodeCosts, proposers: Sequence[Proposer], most: int | None = None
-    ):
+        self, settings: Speculation, costs: DecodeCosts, proposers: Sequence[Proposer], most: int | None = None,
+        odds: Odds | None = None,
+    ):  # fmt: skip
         self._settings, self._costs, self._proposers = settings, costs, proposers
         self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
-        self._rate = self._usual_rate = START_RATE
-        self._rest, self._searches_from = 1, 0
+        self._odds, self._rate = odds or Odds(settings.longest), START_RATE
+        self._rest, self._searches_from, self._matched = 1, 0, 0
         self.rests_until = ASLEEP if proposers else 0
 
     def __copy__(self) -> "Drafter":
-        other = Drafter(self._settings, self._costs, [copy.copy(each) for each in self._proposers], self._most)
+        proposers = [copy.copy(each) for each in self._proposers]
+        other = Drafter(self._settings, self._costs, proposers, self._most, self._odds)
         other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
-        other._usual_rate, other._searches_from = self._usual_rate, self._searches_from
+        other._searches_from = self._searches_from
         return other
 
     def see(self, tokens: Sequence[int], others: int) -> bool:
         """Wake up if the drafts after some tokens are expected to pay; return whether that is so."""
         if self.rests_until < ASLEEP or len(tokens) <= self._searches_from:
             return False
-        return bool(self._find(tokens, self._most, others))
+        return bool(self._find(tokens, self._most, others, waits=False))
 
-    def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
+    def propose(
+        self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int, *, waits: bool = False
+    ) -> list[int]:
         """Return the drafts after some tokens that are expected to pay; without any, the sequence rests.
 
         Args:
             forced: the next tokens as far as a grammar allows no others. They are certain.
             most: maximum number of drafts; 0: the step has no room.
             others: number of other sequences that run.
+            waits: whether the sequence waits for each of its tokens, drafts or not.
         """
         most = max(0, min(most, self._most))
         if forced:
-            return list(forced[: self._best(min(most, len(forced)), others, len(tokens), rate=1.0)])
+            self._matched = CERTAIN
+            most = min(most, len(forced))
+            return list(forced[: self._best(most, others, len(tokens), rate=1.0, waits=waits)])
         if len(tokens) <= self._searches_from:
             return []
-        return self._find(tokens, most, others)
+        return self._find(tokens, most, others, waits)
 
-    def _find(self, tokens: Sequence[int], most: int, others: int) -> list[int]:
+    def _find(self, tokens: Sequence[int], most: int, others: int, waits: bool) -> list[int]:
         """Return the drafts that are expected to pay; without any, the sequence sleeps.
 
-        If there were some that do not pay, the next tokens are not searched, more of them each time. Beside others,
-        which go on meanwhile, the sequence misses a step before it has drafts: most of them must usually be kept.
+        If there were some that do not pay, the next tokens are not searched, more of them each time.
         """
-        found = self._search(tokens, most, LEAST_MATCH if others else 0) if most else []
-        drafts = []
-        if found and not (others and self._usual_rate < LEAST_RATE):
-            drafts = found[: self._best(len(found), others, len(tokens), self._rate)]
+        found, matched = self._search(tokens, most) if most else NOTHING
+        rate = min(self._rate, self._odds.after(matched))
+        drafts = found[: self._best(len(found), others, len(tokens), rate, waits)] if found else []
         self.rests_until = 0 if drafts else ASLEEP
         if drafts:
-            self._rest = 0
+            self._rest, self._matched = 0, matched
         elif found:
             self._rest = min(MAX_REST, 2 * self._rest + 1)
             self._searches_from = len(tokens) + self._rest - 1
-            # After the rest the odds are taken to be the usual ones, and these for a while to be those of a new text.
-            self._usual_rate += LONG_MEMORY * (START_RATE - self._usual_rate)
-            self._rate = self._usual_rate
+            # After the rest the text may be another one.
+            self._rate += MEMORY * (START_RATE - self._rate)
+            self._odds.forget(matched)
         return drafts
 
-    def _search(self, tokens: Sequence[int], most: int, least: int) -> list[int]:
-        """Return the tokens after the longest match, of at least some equal tokens as far as the settings allow."""
+    def _search(self, tokens: Sequence[int], most: int) -> Found:
+        """Return the tokens after the longest match, at most `most`, and its length."""
         best = NOTHING
         for each in self._proposers:
             found = each.following(tokens, most)
             if found.matched > best.matched:
                 best = found
-        if best.matched < min(least, self._settings.longest):
-            return []
-        return best.tokens[: int(min(most, self._settings.factor * best.matched))] if best.tokens else best.tokens
+        return Found(best.tokens[: int(min(most, self._settings.factor * best.matched))], best.matched)
 
-    def _best(self, most: int, others: int, context: int, rate: float) -> int:
+    def _best(self, most: int, others: int, context: int, rate: float, waits: bool = False) -> int:
         """Return the number of drafts with which the step is expected to give the most tokens for its cost.
 
         Args:
             rate: share of drafts that are kept.
+            waits: as in `propose`.
         """
         expected, power, best, count = others + 1.0, float(self._drafting(others)), 0.0, 0
+        # All sequences wait for the drafts of few, and a sequence beside many misses a step.
+        lost = 0.0 if waits else min(1.0, OVERLAP * (others + 1))
         for drafts in range(most + 1):
-            cost = self._cost(drafts, others, context)
-            if expected / cost > best:
-                best, count = expected / cost, drafts
+            rate_of_step = (expected - lost * (drafts > 0)) / self._cost(drafts, others, context)
+            if rate_of_step > best:
+                best, count = rate_of_step, drafts
             power *= rate
             expected += power
         return count
@@ -237,10 +268,14 @@ class Drafter:
         return self._costs.of(others + 1 + drafts, context)
 
     def learn(self, drafts: int, kept: int) -> None:
-        """Take note of the drafts of a step that were kept."""
+        """Take note of the drafts of a step that were kept. Certain ones tell nothing about others."""
+        if self._matched != CERTAIN:
+            self._learn(drafts, kept)
+
+    def _learn(self, drafts: int, kept: int) -> None:
         for is_kept in [True] * kept + [False] * (kept < drafts):
             self._rate += MEMORY * (is_kept - self._rate)
-            self._usual_rate += LONG_MEMORY * (is_kept - self._usual_rate)
+            self._odds.learn(self._matched, is_kept)
 
     def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Let the proposers take note of the complete output."""
@@ -290,12 +325,12 @@ class ModelDrafter(Drafter):
             self._rate, self._is_trial = RATE_OF_MODEL, True
         return count
 
-    def learn(self, drafts: int, kept: int) -> None:
-        """Take note of the drafts of a step that were kept. Rests are short again once more than usual were."""
+    def _learn(self, drafts: int, kept: int) -> None:
+        """Take note of the model's drafts that were kept. Rests are short again once more than usual were."""
         if self._is_trial and kept < drafts:
             self._rate = kept / (kept + 1)
         else:
-            super().learn(drafts, kept)
+            super()._learn(drafts, kept)
         self._is_trial = False
         if self._rate > START_RATE:
             self._rest = FIRST_REST_OF_MODEL
@@ -304,10 +339,13 @@ class ModelDrafter(Drafter):
         """Take the model's drafts after the first tokens of the sequence."""
         self._taken = num_tokens, drafts
 
-    def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int) -> list[int]:
+    def propose(
+        self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int, *, waits: bool = False
+    ) -> list[int]:
         """Return the forced tokens, or without any the drafts of the model after the present tokens."""
         if forced:
-            return super().propose(tokens, forced, most, others)
+            return super().propose(tokens, forced, most, others, waits=waits)
+        self._matched = 0
         num_tokens, drafts = self._taken
         return list(drafts[: max(0, most)]) if num_tokens == len(tokens) else []
 

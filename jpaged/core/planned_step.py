@@ -255,7 +255,8 @@ class PlannedStep:
     def _drafts(self, counts: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
         """Return the drafts of the sequences that compute their last token, if it is part of the output."""
         found: dict[Sequence, list[int]] = {}
-        room, others = min(self.room, budget), max(len(self.rows), len(self.order)) - 1
+        room, entries = min(self.room, budget), len(self.rows) - len(self.drafts)
+        others = max(entries, len(self.order)) - 1
         for sequence, count in counts.items():
             drafter, start = sequence.drafter, sequence.num_computed_tokens
             if drafter is None or count > 1 or start < sequence.num_prompt_tokens or sequence.pending:
@@ -264,12 +265,12 @@ class PlannedStep:
                 continue
             # The sample after the last draft is not beyond the maximum length.
             request, constraint = sequence.request, sequence.constraint
-            left = len(self.order) - (len(self.rows) - len(self.drafts))  # sequences that are not scheduled yet
+            left = len(self.order) - entries  # sequences that are not scheduled yet
             most = min(-(-room // max(1, left)), request.max_length - sequence.num_tokens - 1)
             if constraint is not None and others >= DRAFTING_SEQS:
                 most = 0  # sampling many masked drafts takes longer than the steps that they save
             forced = constraint.forced() if constraint is not None and most > 0 else []
-            drafts = drafter.propose(sequence.tokens, forced, most, others)
+            drafts = drafter.propose(sequence.tokens, forced, most, others, waits=request.waits)
             end = next((i for i, token in enumerate(drafts) if token in request.end_tokens), len(drafts))
             drafts = drafts[:end]
             if constraint is not None and drafts:

@@ -34,6 +34,7 @@ from jpaged.core.text_key import salt_with
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
 # throughput falls by as much again.
 HEADROOM = 16
+MOST_BESIDE = 8  # sequences for each one that waits for its sample, up to which all others wait with it
 NO_DRAFTS: Mapping[Sequence, Series[int]] = MappingProxyType({})
 
 
@@ -261,13 +262,13 @@ class Scheduler:
     def _must_wait(self) -> bool:
         """Whether the next plan should follow the commit of the plans in flight.
 
-        Something must be preempted, or at least half of the running sequences wait for their samples. If the others
-        went on alone, both parts would take turns, and each step would have half of the sequences.
+        Something must be preempted, or at least one in `MOST_BESIDE` of the running sequences waits for its sample. If
+        the others went on alone, both parts would take turns, and the waiting ones would miss every other step.
         """
         num_waiting = sum(step.num_waiting for step in self._in_flight)
         if not num_waiting:
             return self._must_drain and bool(self._in_flight)
-        return self._must_drain or 2 * num_waiting >= sum(len(request.live) for request in self.running)
+        return self._must_drain or MOST_BESIDE * num_waiting >= sum(len(request.live) for request in self.running)
 
     def schedule(self, drafts: Mapping[Sequence, Series[int]] = NO_DRAFTS) -> StepPlan | None:
         """Hand out the token budget: to running requests first, then to waiting ones unless one was preempted.
@@ -399,7 +400,10 @@ class Scheduler:
         """Commit the oldest plan in flight. Only this method commits tokens, forks and endings by a token."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
-        committed = Commit(self.queues, self.memory).run(step, result)
+        commit = Commit(self.queues, self.memory)
+        committed = commit.run(step, result)
+        if self._in_flight:
+            self._in_flight[-1].num_waiting += commit.num_woken
         for drafts, kept in committed.verified:
             self.num_drafted += 1
             self.num_drafts += drafts

@@ -18,6 +18,7 @@ from jpaged.core.drafts import (
     Drafter,
     Lookup,
     ModelDrafter,
+    Odds,
     Rounds,
 )
 from jpaged.core.params import BeamSearchParams, SamplingParams
@@ -71,8 +72,8 @@ def test_more_drafts_are_kept_where_more_were_right():
     counts = [len(drafter.propose(tokens, (), 4, others)) for others in (0, 40)]
     assert counts[0] == 2 and counts[1] == 0, "beside many other tokens a step costs what its tokens cost"
     drafter = drafter_of()
-    for _ in range(10):
-        drafter.learn(2, 2)
+    for _ in range(20):
+        drafter.learn(*[len(drafter.propose(tokens, (), 4, 0))] * 2)
     assert len(drafter.propose(tokens, (), 4, 0)) == 4
     for _ in range(10):
         drafter.learn(2, 0)
@@ -94,19 +95,40 @@ def test_a_sequence_wakes_up_for_drafts_that_are_expected_to_pay():
     assert drafter.propose([*tokens, 1, 2, 9], (), 4, 0) == [] and drafter.rests_until == ASLEEP
 
 
-def test_beside_others_a_sequence_wakes_up_if_most_of_its_drafts_are_usually_kept():
-    for right, others, expected in [(4, 1, True), (0, 1, False), (0, 0, True)]:
-        drafter = drafter_of(costs=UNKNOWN)
-        for _ in range(10):
-            drafter.learn(4, right)
-        assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], others) == expected
+@pytest.mark.parametrize(
+    "others, waits, expected", [(0, False, True), (7, False, True), (40, False, False), (40, True, True)]
+)
+def test_a_sequence_that_does_not_wait_anyway_has_drafts_for_more_tokens_than_the_step_loses(others, waits, expected):
+    drafter = drafter_of(costs=UNKNOWN)
+    for right in (0, 0, 1, 0):
+        drafter.learn(4, right)
+    drafts = drafter.propose([1, 2, 3, 4, 5, 6, 1, 2], (), 4, others, waits=waits)
+    assert bool(drafts) == expected, "less than one of them is expected to be kept"
 
 
-@pytest.mark.parametrize("longest, others, expected", [(8, 1, False), (8, 0, True), (4, 1, True), (4, 0, True)])
-def test_beside_others_a_short_match_gives_no_drafts(longest, others, expected):
-    drafter = drafter_of(Speculation(num_tokens=4, longest=longest, shortest=2), costs=UNKNOWN)
-    assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], others) == expected
-    assert drafter.see([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], others) != expected, "the search did not rest"
+def test_sequences_share_what_they_learn_about_matches_of_a_length():
+    odds, tokens = Odds(SETTINGS.longest), [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
+    lookup = lambda: [Lookup(SETTINGS.longest, SETTINGS.shortest)]
+    fresh = lambda: Drafter(SETTINGS, COSTS, lookup(), odds=odds)
+    assert fresh().propose(tokens[:8], (), 4, 0) and fresh().propose(tokens, (), 4, 0)
+    for _ in range(20):
+        wrong = fresh()
+        if drafts := wrong.propose(tokens[:8], (), 4, 0):
+            wrong.learn(len(drafts), 0)
+    assert not fresh().propose(tokens[:8], (), 4, 0), "drafts after two equal tokens were wrong"
+    assert fresh().propose(tokens, (), 4, 0), "those after five were not"
+    for _ in range(400):
+        fresh().propose(tokens[:8], (), 4, 0)
+    assert fresh().propose(tokens[:8], (), 4, 0), "after a long time they are tried again"
+
+
+def test_tokens_that_a_grammar_forces_tell_nothing_about_other_drafts():
+    drafter, tokens = drafter_of(), [1, 2, 3, 4, 5, 6, 1, 2]
+    other = copy.copy(drafter)
+    for _ in range(10):
+        drafts = drafter.propose(tokens, [7, 8], 4, 0)
+        drafter.learn(len(drafts), len(drafts))
+    assert drafter.propose(tokens, (), 4, 0) == other.propose(tokens, (), 4, 0)
 
 
 def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
@@ -150,9 +172,10 @@ def test_long_contexts_make_drafts_cost_more():
 def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
     drafter = drafter_of()
     drafter.learn(4, 0)
-    assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30) == [7, 8, 9, 7]
-    steep = DecodeCosts([1.0] * 32 + [2.0] * 32)
-    assert drafter_of(costs=steep).propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29) == [7], "a step of 32 costs twice as much"
+    assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30, waits=True) == [7, 8, 9, 7]
+    steep = drafter_of(costs=DecodeCosts([1.0] * 32 + [2.0] * 32))
+    drafts = steep.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29, waits=True)
+    assert drafts == [7], "a step of 32 costs twice as much"
 
 
 @pytest.mark.parametrize(

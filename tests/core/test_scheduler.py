@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.core.drafts import ASLEEP
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason
-from tests.core.traffic import add, assert_as_alone, drain, draw, make, step
+from tests.core.traffic import Oracle, add, assert_as_alone, drain, draw, make, step
 from tests.support.fake_runner import beams, generate, next_token
 
 
@@ -862,7 +863,7 @@ def test_the_fake_runner_notices_a_wrong_block():
 
 def test_sequences_that_wait_for_the_host_meet_in_one_step():
     """They do not take turns with those of a step in flight, which wait as well."""
-    scheduler, runner = make(blocks=64, seqs=8)
+    scheduler, runner = make(blocks=256, seqs=24, tokens=64)
 
     def ask(name, bad_words=((7, 8),)):
         scheduler.add(name, [1, 2, int(name)], SamplingParams(max_tokens=30), seed=0, bad_words=bad_words)
@@ -874,18 +875,52 @@ def test_sequences_that_wait_for_the_host_meet_in_one_step():
     scheduler.commit(first[0], first[1].result())
     both = scheduler.schedule()
     assert len(both.rows) == 2
-    for name in ("3", "4"):
+    for name in range(3, 17):
         ask(name, bad_words=())
     scheduler.commit(both, runner.step(both))
-    all_four = scheduler.schedule()
-    assert len(all_four.rows) == 4 and scheduler.schedule() is None, "half of them wait"
-    pending = runner.dispatch(all_four)
-    ask("5", bad_words=())
-    scheduler.commit(all_four, pending.result())
-    all_five, pending = scheduler.schedule(), None
-    pending = runner.dispatch(all_five)
-    assert len(all_five.rows) == 5
+    most = scheduler.schedule()
+    assert len(most.rows) == 16 and scheduler.schedule() is None, "an eighth of them waits"
+    pending = runner.dispatch(most)
+    ask("17", bad_words=())
+    scheduler.commit(most, pending.result())
+    all_of_them, pending = scheduler.schedule(), None
+    pending = runner.dispatch(all_of_them)
+    assert len(all_of_them.rows) == 17
     overlapping = scheduler.schedule()
-    assert len(overlapping.rows) == 3, "most of them go on"
+    assert len(overlapping.rows) == 15, "most of them go on"
     runner.dispatch(overlapping)
-    scheduler.commit(all_five, pending.result())
+    scheduler.commit(all_of_them, pending.result())
+
+
+def test_when_a_sequence_wakes_up_for_drafts_all_meet_after_the_step_in_flight():
+    scheduler, runner = make(drafts=2)
+    requests = [add(scheduler, str(i), [1, 2, i], max_tokens=20) for i in range(3)]
+    for request in requests:
+        request.sequences[0].drafter = Sleeper(request)
+    first = scheduler.schedule()
+    pending = runner.dispatch(first)
+    second = scheduler.schedule()
+    assert len(second.rows) == 3, "nobody waits"
+    later = runner.dispatch(second)
+    requests[1].sequences[0].drafter.is_tired = False
+    scheduler.commit(first, pending.result())
+    assert scheduler.schedule() is None
+    scheduler.commit(second, later.result())
+    third = scheduler.schedule()
+    assert {row.row for row in third.rows} == {row.row for row in first.rows} and third.drafts
+
+
+class Sleeper(Oracle):
+    """A drafter that sleeps as long as it is tired."""
+
+    def __init__(self, request):
+        super().__init__(request)
+        self.rests_until, self.is_tired = ASLEEP, True
+
+    def see(self, tokens, others):
+        if not self.is_tired:
+            self.rests_until = 0
+        return not self.is_tired
+
+    def propose(self, tokens, forced, most, others, *, waits=False):
+        return [1] * most

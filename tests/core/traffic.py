@@ -27,7 +27,7 @@ class Oracle(Drafter):
     def __copy__(self):
         return Oracle(self._request)
 
-    def propose(self, tokens, forced, most, others):
+    def propose(self, tokens, forced, most, others, *, waits=False):
         rng = random.Random(digests(list(tokens))[-1])
         drafts = mostly_right(self._request, tokens, most, rng)
         self.rests_until = 0 if drafts else len(tokens) + rng.randint(0, 3)

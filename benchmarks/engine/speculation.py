@@ -7,12 +7,16 @@
 
 Workloads: `edit` writes records of the prompt again, whose first one is changed. `json` fills a schema with long fixed
 parts. `agent` writes similar code for one document after another. `free` continues stories at a temperature. `random`
-continues random tokens at a high temperature, so that no draft is ever right. An engine without drafts and one for each
-method take turns in each round. Prompts or, for stories, seeds differ from round to round. Ratios are medians over the
-rounds.
+continues random tokens at a high temperature, so that no draft is ever right. A stream sends several requests, each
+when the one before has ended. Prompts or, for stories, seeds differ from round to round.
+
+Two engines without drafts and one for each method take turns in each round. An engine that is made later may be
+slower, so that the rate without drafts is the mean of the first one and the last one; the ratio of the last one shows
+the noise. Ratios are medians over the rounds.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -35,7 +39,8 @@ from jpaged.config import DRAFT_METHODS, DRAFT_MODEL
 
 MODEL_ITSELF = {"quantization": "int4"}
 TOKENS, CONTEXT, UNCOUNTED = 160, 2048, 2  # of an output, of an engine, and rounds
-PLAIN = "plain"  # the engine without drafts
+MAX_STREAMS, REQUESTS = 8, 3  # sequences of an engine, and requests of a stream
+PLAIN, AGAIN = "plain", "plain again"  # engines without drafts, the first and the last one of all
 COLUMNS = (
     "model", "workload", "streams", "method", "plain_tokens_per_s", "tokens_per_s", "ratio", "low", "high",
     "drafts_per_token", "kept", "equal",
@@ -126,10 +131,16 @@ def _chat(llm: Any, text: str) -> str:
     return prompt
 
 
-def run(llm: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[Any]]:
-    """Return the tokens per second of some requests, and their tokens and logprobs."""
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+def run(llm: Any, prompts: list[Any], params: list[Any], streams: int) -> tuple[float, list[Any]]:
+    """Return the tokens per second of the requests of some streams, and their tokens and logprobs.
+
+    With as many streams as the engine has sequences, one starts when another ends. Fewer start together each time.
+    """
+    start, outputs = time.perf_counter(), []
+    size = len(prompts) if streams == MAX_STREAMS else streams
+    for first in range(0, len(prompts), size):
+        part = slice(first, first + size)
+        outputs += llm.generate(prompts[part], params[part], use_tqdm=False)
     seconds = time.perf_counter() - start
     found = [(o.token_ids, [next(iter(each.values())).logprob for each in o.logprobs]) for each in outputs
              for o in each.outputs]  # fmt: skip
@@ -144,12 +155,14 @@ def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, s
     num_tokens = 0
     for number in range(-UNCOUNTED, rounds):
         first = 100 * (number + UNCOUNTED) + 10_000 * streams  # no other round has these seeds
-        made = [requests_of(workload, first + i, engines[PLAIN]) for i in range(streams)]
+        made = [requests_of(workload, first + i, engines[PLAIN]) for i in range(streams * REQUESTS)]
         found = {}
+        measured = {}
         for name in list(engines)[:: 1 if number % 2 else -1]:
-            rate, found[name] = run(engines[name], *map(list, zip(*made)))
-            if number >= 0:
-                rates[name].append(rate)
+            measured[name], found[name] = run(engines[name], *map(list, zip(*made)), streams)
+        if number >= 0:
+            for name, rate in measured.items():
+                rates[name].append((rate + measured[AGAIN]) / 2 if name == PLAIN else rate)
         equal = {name for name in equal if found[name] == found[PLAIN]}
         num_tokens += sum(len(tokens) for tokens, _ in found[PLAIN])
         say(f"{workload}, {streams} streams, round {number}")
@@ -170,7 +183,7 @@ def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, s
 def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the settings of all engines. The files of a Llama with random parameters are written to a folder."""
     settings = dict(
-        model=args.model, dtype=args.dtype, tokenizer=args.tokenizer, max_model_len=CONTEXT, max_num_seqs=8,
+        model=args.model, dtype=args.dtype, tokenizer=args.tokenizer, max_model_len=CONTEXT, max_num_seqs=MAX_STREAMS,
         progress=False, warm_up=True,
     )  # fmt: skip
     if args.model == "llama":
@@ -187,7 +200,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS)
     parser.add_argument("--methods", nargs="+", choices=tuple(DRAFT_METHODS), default=["ngram", "suffix"])
     parser.add_argument("--draft-model", help="that of the method draft_model; without it the model itself in 4 bits")
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--streams", nargs="+", type=int, choices=range(1, MAX_STREAMS + 1), default=[1, MAX_STREAMS])
     parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: the method's)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -203,6 +216,9 @@ def main() -> int:
             if method == DRAFT_MODEL:
                 config |= {"model": args.draft_model} if args.draft_model else MODEL_ITSELF | {"model": args.model}
             engines[method] = LLM(**settings, speculative_config=config)
+        engines[AGAIN] = LLM(**settings)
+        gc.collect()
+        gc.freeze()  # as the server does
         for workload in args.only or WORKLOADS:
             for streams in args.streams:
                 for row in compare(engines, workload, streams, args.rounds, report.say):

@@ -259,7 +259,8 @@ def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> Decod
 
     With drafts, the steps of one sequence are measured where padding costs nothing, and everywhere one with as many
     drafts as possible on a long context, which they read together. Costs between measured numbers of tokens are
-    interpolated where padding costs nothing. Otherwise a step costs what its shape does.
+    interpolated where padding costs nothing. Otherwise a step costs what its shape does. No step costs more than one
+    of more tokens: a busy machine delays some of the measured ones.
     """
     drafts = Speculation.of(limits.speculative_config)
     known = {bucket.num_tokens: seconds for bucket, seconds in costs.items() if bucket.decode}
@@ -278,6 +279,7 @@ def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> Decod
         if not runner.pads:
             known |= {count: seconds[Bucket(count, count, True)] for count in counts}
     counts, times = np.array(sorted(known.items())).T
+    times = np.minimum.accumulate(times[::-1])[::-1]
     sizes = np.arange(limits.max_num_decodes + 1)
     every = times[np.searchsorted(counts, sizes)] if runner.pads else np.interp(sizes, counts, times)
     return DecodeCosts(tuple(every.tolist()), context)

@@ -268,10 +268,10 @@ def decode_costs(runner: ModelRunner, limits: Limits, costs: StepCosts) -> Decod
         return UNKNOWN
     context = 0.0
     if drafts is not None:
-        fit, most = runner.shapes.buckets.fit, drafts.num_tokens + 1
+        fit, most = runner.shapes.buckets.fit, max(1, min(drafts.num_tokens + 1, limits.max_model_len - 1))
         counts = [most] if runner.pads else range(1, most + 1)
         length = max(1, min(LONG_CONTEXT, limits.max_model_len - most))
-        long = Bucket(length, most, True)  # stands for the step with a context in the file
+        long = Bucket(length, most, False)  # stands for the step with a context in the file
         runs = {Bucket(n, n, True): partial(runner.run_padding, fit(n, n, True), n) for n in counts}
         runs[long] = partial(runner.run_padding, fit(most, most, True), most, context=length)
         seconds = _stored(runner, limits, "drafts", runs)

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from jpaged.core.branches import advance_beams
+from jpaged.core.drafting import MOST_BESIDE, Drafting
+from jpaged.core.drafts import Offer
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.planned_step import PlannedStep
@@ -44,13 +46,15 @@ class Commit:
         kept: number of drafts of each sequence that are now part of its output.
     """
 
-    def __init__(self, queues: Queues, memory: Memory):
-        self.queues, self.memory = queues, memory
+    def __init__(self, queues: Queues, memory: Memory, drafting: Drafting):
+        self.queues, self.memory, self.drafting = queues, memory, drafting
         self.advanced: list[Sequence] = []
         self.served: list[Request] = []  # the rows of a request are next to each other
         self.samples_of_beams: dict[Request, list[Sample]] = {}
         self.kept: Counter[Sequence] = Counter()
         self.faults: dict[Request, Exception] = {}
+        self.offers: dict[Sequence, Offer] = {}  # of sequences that sleep
+        self.waiting: set[Sequence] = set()  # for the result of this step
         self.num_woken = 0  # sequences that now wait for the result of a later step in flight
 
     def run(self, step: PlannedStep, result: StepResult) -> Committed:
@@ -126,16 +130,10 @@ class Commit:
             finish(sequence, *ending, self.queues, self.memory)
         elif request.bans.follow_output and request.bans.leave_none(sequence.tokens, sequence.num_output_tokens):
             finish(sequence, FinishReason.STOP, NOTHING_LEFT, self.queues, self.memory)
-        elif self._wakes(sequence):
-            sequence.steady_until = 0
-            self.num_woken += sequence.pending > 0
-
-    def _wakes(self, sequence: Sequence) -> bool:
-        """Return whether a sequence wakes up for drafts. One with a grammar waits for each token anyway."""
-        drafter = sequence.drafter
-        if drafter is None or sequence.constraint is not None:
-            return False
-        return drafter.see(sequence.tokens, len(self.queues.running) - 1)
+        elif sequence.waits:
+            self.waiting.add(sequence)
+        elif (drafter := sequence.drafter) and (offer := drafter.offer(sequence.tokens, (), drafter.most)):
+            self.offers[sequence] = offer
 
     def _branch(self, sequence: Sequence, samples: Series[Sample]) -> None:
         """Keep the sample of a beam, or fork a sequence into one branch for each sample."""
@@ -172,12 +170,24 @@ class Commit:
                     self.queues.drop(request)
             except Exception as error:
                 self.faults[request] = error
+        if self.offers:
+            self._wake()
         verified = [self._settle(*each) for each in Counter(step.sequences[i] for i, _ in step.drafts).items()]
         advanced, served = self.advanced, self.served
         if self.faults:
             advanced = [sequence for sequence in advanced if sequence.request not in self.faults]
             served = [request for request in served if request not in self.faults]
         return Committed(advanced, served, step.preempted, list(step.resumed), verified, self.faults)
+
+    def _wake(self) -> None:
+        """Wake up the sequences whose drafts are expected to pay; all that have some, if the others wait anyway."""
+        num_seqs, max_drafts = len(self.queues.running), self.drafting.max_drafts
+        waits = MOST_BESIDE * len(self.waiting) >= num_seqs
+        for sequence in self.offers if waits else self.drafting.choose(self.offers, num_seqs, max_drafts):
+            if sequence.drafter is not None and not sequence.finish_reason:
+                sequence.drafter.wake_up()
+                sequence.steady_until = 0
+                self.num_woken += sequence.pending > 0
 
     def _settle(self, sequence: Sequence, drafts: int) -> tuple[int, int]:
         """Let a sequence continue after its last token, without the drafts that were not kept; return both numbers."""

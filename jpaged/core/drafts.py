@@ -8,70 +8,22 @@ was drawn in its place (greedy verification of the sequence's own keyed sampler,
 import copy
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple, Protocol
 
 from jpaged.config import Speculation
 
-START_RATE, MEMORY = 0.7, 0.2  # share of kept drafts at first, and weight of the newest one
-LONG_MEMORY, FORGETTING = 0.05, 0.005  # weights in `Odds` of the newest draft, and of drafts that did not pay
-OVERLAP = 1 / 16  # share of a step's time that is saved where no sequence waits for its sample
+START_RATE, MEMORY = 0.9, 0.2  # share of kept drafts at first, and weight of the newest one
+PRIOR, MAX_TRIED = 2, 64  # drafts that the share at first counts as in `Odds`, and most that count at once
+PASSED_OVER = 64  # times that drafts did not pay, after which they are tried again
 CERTAIN = -1  # stands for the equal tokens before drafts that a grammar forces
 ASLEEP = sys.maxsize  # position up to which a sequence rests whose tokens are searched as they come
 MAX_REST = 16  # tokens without a search for drafts, because some did not pay
 FIRST_REST_OF_MODEL, MAX_REST_OF_MODEL = 3, 127  # tokens without a round of the draft model, which is no cheap search
-LONG_ROUND = 4  # times its expected cost, beyond which the time of a round is not believed
-RATE_OF_MODEL = 0.9  # share of its drafts that are expected to be kept in a trial
+USUAL_RATE_OF_MODEL = 0.7  # share of its drafts that are kept, above which rests are short
 INDEXED_AT_ONCE = 4096  # tokens: the index of a long prompt grows in several steps
 PLACES = 16  # that are kept of equal tokens: the names of records recur in each of them
-
-
-class DecodeCosts(NamedTuple):
-    """Measured seconds of a step with decode tokens only.
-
-    Attributes:
-        seconds: by the number of tokens, on empty contexts; empty: unknown.
-        context: seconds for each token and each token of its context.
-    """
-
-    seconds: Sequence[float] = ()
-    context: float = 0.0
-
-    def of(self, tokens: int, context: int) -> float:
-        """Return the cost of a step with some tokens; the same for any number if it is unknown."""
-        if not self.seconds:
-            return 1.0
-        return self.seconds[min(tokens, len(self.seconds) - 1)] + tokens * context * self.context
-
-
-UNKNOWN = DecodeCosts()
-
-
-class DraftModelLimits(NamedTuple):
-    """Maximum tokens of a sequence of a draft model, and the costs of its decode steps; unknown: not considered."""
-
-    max_model_len: int
-    costs: DecodeCosts
-
-
-class Rounds:
-    """Costs of the rounds of a draft model: its measured steps, and the rest of a round as past rounds tell it."""
-
-    def __init__(self, costs: DecodeCosts):
-        self._costs, self._rest = costs, 0.0
-
-    def cost(self, drafts: int, each: int, context: int) -> float:
-        """Return the seconds of a round of some drafts for each of some sequences; 0 if they are unknown."""
-        return drafts * self._costs.of(each, context) + self._rest if self._costs.seconds and drafts else 0.0
-
-    def learn(self, drafts: int, each: int, context: int, seconds: float) -> None:
-        """Take note of a past round. One that took far longer, as while a shape is compiled, counts as a long one."""
-        if self._costs.seconds:
-            steps = drafts * self._costs.of(each, context)
-            self._rest += MEMORY * (min(seconds, LONG_ROUND * (steps + self._rest)) - steps - self._rest)
-
-    def forget(self) -> None:
-        """Believe the past rounds less, so that a round is tried again at some time."""
-        self._rest *= 1 - MEMORY
 
 
 class Found(NamedTuple):
@@ -134,138 +86,124 @@ class Lookup:
 
 
 class Odds:
-    """Shares of drafts that were kept after a number of equal tokens, in all sequences of an engine."""
+    """Shares of drafts that were kept after a number of equal tokens, in all sequences of an engine.
+
+    A share is high at first, so that drafts are tried.
+    """
 
     def __init__(self, longest: int):
-        self._rates = [START_RATE] * (longest + 1)
+        self._longest = longest
+        self._kept, self._tried = [PRIOR * START_RATE] * (longest + 1), [float(PRIOR)] * (longest + 1)
+        self._passed_over = [0] * (longest + 1)
 
     def after(self, matched: int) -> float:
         """Return the share after some equal tokens."""
-        return self._rates[min(matched, len(self._rates) - 1)]
+        place = min(matched, self._longest)
+        return self._kept[place] / self._tried[place]
 
     def learn(self, matched: int, is_kept: bool) -> None:
         """Take note of one draft."""
-        self._move(matched, float(is_kept), LONG_MEMORY)
+        place = min(matched, self._longest)
+        if self._tried[place] >= MAX_TRIED:
+            self._kept[place] /= 2
+            self._tried[place] /= 2
+        self._kept[place] += is_kept
+        self._tried[place] += 1
 
-    def forget(self, matched: int) -> None:
-        """Believe the past drafts less, so that drafts are tried again at some time."""
-        self._move(matched, START_RATE, FORGETTING)
+    def pass_over(self, matched: int) -> None:
+        """Take note of drafts that did not pay. After some time all is forgotten, and they are tried again."""
+        place = min(matched, self._longest)
+        self._passed_over[place] += 1
+        if self._passed_over[place] == PASSED_OVER:
+            self._passed_over[place], self._kept[place], self._tried[place] = 0, PRIOR * START_RATE, PRIOR
 
-    def _move(self, matched: int, towards: float, weight: float) -> None:
-        place = min(matched, len(self._rates) - 1)
-        self._rates[place] += weight * (towards - self._rates[place])
+
+class Offer(NamedTuple):
+    """Drafts of a sequence, and for each one the chance that it and all before it are kept."""
+
+    tokens: list[int]
+    chances: list[float]
 
 
 class Drafter:
-    """Source of the drafts of one sequence, which learns how many pay. Copies continue independently.
+    """Source of the drafts of one sequence, which learns how many are kept. Copies continue independently.
 
     Args:
         proposers: the sources of drafts. The one with the longest match is taken, the first of equal ones.
         most: maximum drafts in a step, if it is below that of the settings.
-        odds: what all sequences have learned; None: this one learns alone.
-
-    Steps of a sequence that rests overlap with others. It wakes up for drafts that are expected to pay (`see`).
+        odds: shares that all sequences have learned; None: this one learns alone.
 
     Attributes:
-        rests_until: position before which the sequence has no drafts.
+        most: maximum drafts in a step.
+        rests_until: position before which the sequence has no drafts, so that its steps overlap with others. It wakes
+            up for an offer that pays.
     """
 
     def __init__(
-        self, settings: Speculation, costs: DecodeCosts, proposers: Sequence[Proposer], most: int | None = None,
-        odds: Odds | None = None,
-    ):  # fmt: skip
-        self._settings, self._costs, self._proposers = settings, costs, proposers
-        self._most = settings.num_tokens if most is None else min(most, settings.num_tokens)
+        self, settings: Speculation, proposers: Sequence[Proposer], most: int | None = None, odds: Odds | None = None
+    ):
+        self._settings, self._proposers = settings, proposers
+        self.most = settings.num_tokens if most is None else min(most, settings.num_tokens)
         self._odds, self._rate = odds or Odds(settings.longest), START_RATE
         self._rest, self._searches_from, self._matched = 1, 0, 0
         self.rests_until = ASLEEP if proposers else 0
 
     def __copy__(self) -> "Drafter":
-        proposers = [copy.copy(each) for each in self._proposers]
-        other = Drafter(self._settings, self._costs, proposers, self._most, self._odds)
-        other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
-        other._searches_from = self._searches_from
+        other = Drafter(self._settings, [copy.copy(each) for each in self._proposers], self.most, self._odds)
+        other._rate, other._rest, other._searches_from = self._rate, self._rest, self._searches_from
+        other.rests_until = self.rests_until
         return other
 
-    def see(self, tokens: Sequence[int], others: int) -> bool:
-        """Wake up if the drafts after some tokens are expected to pay; return whether that is so."""
-        if self.rests_until < ASLEEP or len(tokens) <= self._searches_from:
-            return False
-        return bool(self._find(tokens, self._most, others, waits=False))
-
-    def propose(
-        self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int, *, waits: bool = False
-    ) -> list[int]:
-        """Return the drafts after some tokens that are expected to pay; without any, the sequence rests.
+    def offer(self, tokens: Sequence[int], forced: Sequence[int], most: int) -> Offer | None:
+        """Return drafts that may follow some tokens. Without any the sequence sleeps.
 
         Args:
             forced: the next tokens as far as a grammar allows no others. They are certain.
-            most: maximum number of drafts; 0: the step has no room.
-            others: number of other sequences that run.
-            waits: whether the sequence waits for each of its tokens, drafts or not.
+            most: maximum number of drafts.
         """
-        most = max(0, min(most, self._most))
-        if forced:
+        most = min(most, self.most)
+        if forced and most > 0:
             self._matched = CERTAIN
-            most = min(most, len(forced))
-            return list(forced[: self._best(most, others, len(tokens), rate=1.0, waits=waits)])
+            return Offer([*forced[:most]], [1.0] * min(most, len(forced)))
+        found = self._found(tokens, most) if most > 0 else []
+        if not found:
+            self.sleep()
+            return None
+        return Offer(found, list(accumulate(map(self._chance, range(len(found))), mul)))
+
+    def _found(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return the tokens after the longest match, at most `most`."""
         if len(tokens) <= self._searches_from:
             return []
-        return self._find(tokens, most, others, waits)
-
-    def _find(self, tokens: Sequence[int], most: int, others: int, waits: bool) -> list[int]:
-        """Return the drafts that are expected to pay; without any, the sequence sleeps.
-
-        If there were some that do not pay, the next tokens are not searched, more of them each time.
-        """
-        found, matched = self._search(tokens, most) if most else NOTHING
-        rate = min(self._rate, self._odds.after(matched))
-        drafts = found[: self._best(len(found), others, len(tokens), rate, waits)] if found else []
-        self.rests_until = 0 if drafts else ASLEEP
-        if drafts:
-            self._rest, self._matched = 0, matched
-        elif found:
-            self._rest = min(MAX_REST, 2 * self._rest + 1)
-            self._searches_from = len(tokens) + self._rest - 1
-            # After the rest the text may be another one.
-            self._rate += MEMORY * (START_RATE - self._rate)
-            self._odds.forget(matched)
-        return drafts
-
-    def _search(self, tokens: Sequence[int], most: int) -> Found:
-        """Return the tokens after the longest match, at most `most`, and its length."""
         best = NOTHING
         for each in self._proposers:
             found = each.following(tokens, most)
             if found.matched > best.matched:
                 best = found
-        return Found(best.tokens[: int(min(most, self._settings.factor * best.matched))], best.matched)
+        self._matched = best.matched
+        return best.tokens[: int(min(most, self._settings.factor * best.matched))]
 
-    def _best(self, most: int, others: int, context: int, rate: float, waits: bool = False) -> int:
-        """Return the number of drafts with which the step is expected to give the most tokens for its cost.
+    def _chance(self, place: int) -> float:
+        """Return the chance that a draft is kept if all before it are. These are equal tokens, too."""
+        return min(self._rate, self._odds.after(self._matched + place))
 
-        Args:
-            rate: share of drafts that are kept.
-            waits: as in `propose`.
-        """
-        expected, power, best, count = others + 1.0, float(self._drafting(others)), 0.0, 0
-        # All sequences wait for the drafts of few, and a sequence beside many misses a step.
-        lost = 0.0 if waits else min(1.0, OVERLAP * (others + 1))
-        for drafts in range(most + 1):
-            rate_of_step = (expected - lost * (drafts > 0)) / self._cost(drafts, others, context)
-            if rate_of_step > best:
-                best, count = rate_of_step, drafts
-            power *= rate
-            expected += power
-        return count
+    def sleep(self) -> None:
+        """Let the next steps of the sequence overlap with others."""
+        self.rests_until = ASLEEP
 
-    def _drafting(self, others: int) -> int:
-        """Return the number of sequences that are expected to have as many drafts in the step."""
-        return 1
+    def wake_up(self) -> None:
+        """Have drafts in the next step."""
+        self.rests_until = self._rest = 0
 
-    def _cost(self, drafts: int, others: int, context: int) -> float:
-        """Return the cost of a step in which the sequence has some drafts."""
-        return self._costs.of(others + 1 + drafts, context)
+    def rest(self, num_tokens: int) -> None:
+        """Sleep because the offer after some tokens does not pay. The next ones are not searched, more each time."""
+        self.sleep()
+        if self._matched == CERTAIN:
+            return
+        self._rest = min(MAX_REST, 2 * self._rest + 1)
+        self._searches_from = num_tokens + self._rest - 1
+        self._rate += MEMORY * (START_RATE - self._rate)  # after the rest the text may be another one
+        self._odds.pass_over(self._matched)
 
     def learn(self, drafts: int, kept: int) -> None:
         """Take note of the drafts of a step that were kept. Certain ones tell nothing about others."""
@@ -273,9 +211,9 @@ class Drafter:
             self._learn(drafts, kept)
 
     def _learn(self, drafts: int, kept: int) -> None:
-        for is_kept in [True] * kept + [False] * (kept < drafts):
+        for place, is_kept in enumerate([True] * kept + [False] * (kept < drafts)):
             self._rate += MEMORY * (is_kept - self._rate)
-            self._odds.learn(self._matched, is_kept)
+            self._odds.learn(self._matched + place, is_kept)
 
     def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Let the proposers take note of the complete output."""
@@ -290,40 +228,51 @@ class ModelDrafter(Drafter):
 
     Args:
         max_model_len: maximum tokens of a sequence of the draft model.
-        rounds: costs of the draft model.
     """
 
-    def __init__(
-        self, settings: Speculation, costs: DecodeCosts, max_model_len: int, rounds: Rounds, most: int | None = None
-    ):
-        super().__init__(settings, costs, (), most)
-        self._max_model_len, self._rounds = max_model_len, rounds
-        self._rest, self._rate, self._is_trial = FIRST_REST_OF_MODEL, RATE_OF_MODEL, True
+    def __init__(self, settings: Speculation, max_model_len: int, most: int | None = None):
+        super().__init__(settings, (), most)
+        self._max_model_len, self._rest, self._is_trial = max_model_len, FIRST_REST_OF_MODEL, True
         self._taken: tuple[int, Sequence[int]] = 0, ()  # the number of tokens before the drafts, and the drafts
 
     def __copy__(self) -> "ModelDrafter":
-        other = ModelDrafter(self._settings, self._costs, self._max_model_len, self._rounds, self._most)
+        other = ModelDrafter(self._settings, self._max_model_len, self.most)
         other._rate, other._rest, other.rests_until = self._rate, self._rest, self.rests_until
         other._is_trial = self._is_trial
         return other
 
-    def wanted(self, num_tokens: int, most: int, others: int) -> int:
-        """Return the number of drafts that the model should compute after some tokens; with 0 the sequence rests.
-
-        Args:
-            most: maximum number of drafts.
-            others: number of other sequences that run, which are expected to want as many.
-        """
+    def chances(self, num_tokens: int, most: int) -> list[float]:
+        """Return the chances of the drafts that the model can compute after some tokens; none while it rests."""
         if num_tokens <= self.rests_until:
-            return 0
-        most = max(0, min(most, self._most, self._max_model_len - num_tokens))
-        count = self._best(most, others, num_tokens, self._rate)
-        if not count:
-            self._rest = min(MAX_REST_OF_MODEL, 2 * self._rest + 1)
-            self.rests_until = num_tokens + self._rest - 1
-            self._rounds.forget()
-            self._rate, self._is_trial = RATE_OF_MODEL, True
-        return count
+            return []
+        self._matched = 0
+        most = max(0, min(most, self.most, self._max_model_len - num_tokens))
+        return [self._rate ** (place + 1) for place in range(most)]
+
+    def take(self, num_tokens: int, drafts: Sequence[int]) -> None:
+        """Take the model's drafts after the first tokens of the sequence."""
+        self._taken = num_tokens, drafts
+
+    def _found(self, tokens: Sequence[int], most: int) -> list[int]:
+        self._matched, (num_tokens, drafts) = 0, self._taken
+        return list(drafts[:most]) if num_tokens == len(tokens) else []
+
+    def _chance(self, place: int) -> float:
+        return self._rate
+
+    def sleep(self) -> None:
+        """Do nothing: the sequence waits for the model's drafts unless it rests."""
+
+    def wake_up(self) -> None:
+        """Do nothing, as in `sleep`."""
+
+    def rest(self, num_tokens: int) -> None:
+        """Have no round of the model for some tokens, more each time. The next round is a trial."""
+        if self._matched == CERTAIN:
+            return
+        self._rest = min(MAX_REST_OF_MODEL, 2 * self._rest + 1)
+        self.rests_until = num_tokens + self._rest - 1
+        self._rate, self._is_trial = START_RATE, True
 
     def _learn(self, drafts: int, kept: int) -> None:
         """Take note of the model's drafts that were kept. Rests are short again once more than usual were."""
@@ -332,26 +281,5 @@ class ModelDrafter(Drafter):
         else:
             super()._learn(drafts, kept)
         self._is_trial = False
-        if self._rate > START_RATE:
+        if self._rate > USUAL_RATE_OF_MODEL:
             self._rest = FIRST_REST_OF_MODEL
-
-    def take(self, num_tokens: int, drafts: Sequence[int]) -> None:
-        """Take the model's drafts after the first tokens of the sequence."""
-        self._taken = num_tokens, drafts
-
-    def propose(
-        self, tokens: Sequence[int], forced: Sequence[int], most: int, others: int, *, waits: bool = False
-    ) -> list[int]:
-        """Return the forced tokens, or without any the drafts of the model after the present tokens."""
-        if forced:
-            return super().propose(tokens, forced, most, others, waits=waits)
-        self._matched = 0
-        num_tokens, drafts = self._taken
-        return list(drafts[: max(0, most)]) if num_tokens == len(tokens) else []
-
-    def _drafting(self, others: int) -> int:
-        return others + 1
-
-    def _cost(self, drafts: int, others: int, context: int) -> float:
-        each = others + 1
-        return self._costs.of(each * (1 + drafts), context) + self._rounds.cost(drafts, each, context)

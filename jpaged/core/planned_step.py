@@ -1,11 +1,14 @@
 """One step from its planning to its commit: tokens of running requests, the blocks for them, and preemptions."""
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from jpaged.config import DRAFTING_SEQS
 from jpaged.core.block_table import BlockTable, Copies, append, move, page_shortage, shortage
 from jpaged.core.branches import next_counts
+from jpaged.core.drafting import Drafting
+from jpaged.core.drafts import Offer
 from jpaged.core.memory import Memory
 from jpaged.core.plan import Scheduled, StepPlan
 from jpaged.core.queue import Queues
@@ -25,7 +28,7 @@ class PlannedStep:
         order: running requests; the last one is preempted first.
         at: the request on which the planning works, which is to blame for an exception.
         num_further: number of entries beyond one of each sequence, without drafts.
-        room: number of drafts that the step still has room for.
+        drafts_of: the drafts of sequences.
         must_drain: whether a request must be preempted, and cannot be before the steps in flight are committed.
         num_waiting: number of sequences whose next step waits for the result of this one.
         sequences: sequences of `rows`, in the same order.
@@ -44,7 +47,6 @@ class PlannedStep:
     must_drain: bool = False
     num_waiting: int = 0
     num_further: int = 0
-    room: int = 0
     plan: StepPlan | None = None
     rows: list[Scheduled] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -56,6 +58,7 @@ class PlannedStep:
     from_files: list[int] = field(default_factory=list)
     masked: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)
+    drafts_of: dict[Sequence, list[int]] = field(default_factory=dict)
     preempted: list[tuple[Request, bool]] = field(default_factory=list)
     resumed: dict[Request, list[tuple[Sequence, int]]] = field(default_factory=dict)
     pages: dict[Sequence, Copies] = field(default_factory=dict)
@@ -252,32 +255,44 @@ class PlannedStep:
         num_seats = sum(each.seats for each in self.order) + len(self.memory.leaving) + self.num_further
         return max(0, self.memory.rows.size - num_seats)
 
+    def choose_drafts(self, drafting: Drafting, budget: int) -> None:
+        """Choose the drafts of the step: of sequences that compute their last token, if it is part of the output."""
+        offers, num_seqs = {}, sum(len(request.live) for request in self.order)
+        for request in self.order:
+            self.at = request
+            for sequence in request.live:
+                if offer := self._offer(sequence, num_seqs):
+                    offers[sequence] = offer
+        num_waiting = sum(len(request.live) for request in self.order if request.waits) if offers else 0
+        self.at, self.drafts_of = None, drafting.choose(offers, num_seqs, budget - num_seqs, num_waiting)
+
+    def _offer(self, sequence: Sequence, num_seqs: int) -> Offer | None:
+        """Return the drafts that a sequence could have in a step of some sequences."""
+        drafter, constraint, start = sequence.drafter, sequence.constraint, sequence.num_computed_tokens
+        if drafter is None or (start < drafter.rests_until and not sequence.request.waits) or sequence.pending:
+            return None
+        if start < sequence.num_prompt_tokens or start + 1 < sequence.num_tokens:
+            return None
+        forced: Series[int] = ()
+        if constraint is not None:
+            if num_seqs > DRAFTING_SEQS:
+                return None  # sampling many masked drafts takes longer than the steps that they save
+            forced = constraint.forced()
+        if not (offer := drafter.offer(sequence.tokens, forced, sequence.most_drafts)):
+            return None
+        end_tokens = sequence.request.end_tokens
+        count = next((i for i, token in enumerate(offer.tokens) if token in end_tokens), len(offer.tokens))
+        if constraint is not None:
+            count = constraint.allowed(offer.tokens[:count])
+        return Offer(offer.tokens[:count], offer.chances[:count]) if count else None
+
     def _drafts(self, counts: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
-        """Return the drafts of the sequences that compute their last token, if it is part of the output."""
+        """Return the chosen drafts of some sequences, as far as the budget allows."""
         found: dict[Sequence, list[int]] = {}
-        room, entries = min(self.room, budget), len(self.rows) - len(self.drafts)
-        others = max(entries, len(self.order)) - 1
         for sequence, count in counts.items():
-            drafter, start = sequence.drafter, sequence.num_computed_tokens
-            if drafter is None or count > 1 or start < sequence.num_prompt_tokens or sequence.pending:
-                continue
-            if start + 1 < sequence.num_tokens or (start < drafter.rests_until and sequence.constraint is None):
-                continue
-            # The sample after the last draft is not beyond the maximum length.
-            request, constraint = sequence.request, sequence.constraint
-            left = len(self.order) - entries  # sequences that are not scheduled yet
-            most = min(-(-room // max(1, left)), request.max_length - sequence.num_tokens - 1)
-            if constraint is not None and others >= DRAFTING_SEQS:
-                most = 0  # sampling many masked drafts takes longer than the steps that they save
-            forced = constraint.forced() if constraint is not None and most > 0 else []
-            drafts = drafter.propose(sequence.tokens, forced, most, others, waits=request.waits)
-            end = next((i for i, token in enumerate(drafts) if token in request.end_tokens), len(drafts))
-            drafts = drafts[:end]
-            if constraint is not None and drafts:
-                drafts = drafts[: constraint.allowed(drafts)]
-            if drafts:
+            if count == 1 and (drafts := self.drafts_of.get(sequence, [])[:budget]):
                 found[sequence] = drafts
-                room -= len(drafts)
+                budget -= len(drafts)
         return found
 
     def _add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
@@ -288,7 +303,6 @@ class PlannedStep:
             self.drafts.append((len(self.rows), token))
             self.rows.append(Scheduled(row, start + place, 1, 1))
         self.sequences += [sequence] * len(drafts)
-        self.room -= len(drafts)
         if request.bans or sequence.constraint is not None:
             known = [*sequence.tokens, *drafts]
             banned = [

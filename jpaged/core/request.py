@@ -171,6 +171,11 @@ class Sequence:
         return max(0, len(self.request.prompt_token_ids) - self.num_computed_tokens)
 
     @property
+    def most_drafts(self) -> int:
+        """Number of drafts after which a sample is not beyond the maximum length."""
+        return self.request.max_length - len(self.tokens) - 1
+
+    @property
     def waits(self) -> bool:
         """Whether the host must see the last sample before the next step, for the request or for a draft."""
         drafter = self.drafter

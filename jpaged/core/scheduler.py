@@ -19,8 +19,9 @@ from jpaged.core.block_pool import BlockPool
 from jpaged.core.block_table import BlockTable
 from jpaged.core.commit import Commit, Committed, finish
 from jpaged.core.disk_tier import DiskTier, Files
-from jpaged.core.drafting import Drafting, Wanted
-from jpaged.core.drafts import UNKNOWN, DecodeCosts, DraftModelLimits, ModelDrafter
+from jpaged.core.draft_costs import UNKNOWN, DecodeCosts, DraftModelLimits
+from jpaged.core.drafting import MOST_BESIDE, Drafting, Wanted
+from jpaged.core.drafts import ModelDrafter
 from jpaged.core.memory import Memory
 from jpaged.core.params import InvalidParameter, Params
 from jpaged.core.plan import StepPlan, StepResult
@@ -34,7 +35,6 @@ from jpaged.core.text_key import salt_with
 # preemptions to a quarter and raises throughput by 3 to 5 %. A headroom of 64 tokens leaves so many blocks free that
 # throughput falls by as much again.
 HEADROOM = 16
-MOST_BESIDE = 8  # sequences for each one that waits for its sample, up to which all others wait with it
 NO_DRAFTS: Mapping[Sequence, Series[int]] = MappingProxyType({})
 
 
@@ -287,8 +287,7 @@ class Scheduler:
         for sequence, tokens in drafts.items():
             assert isinstance(sequence.drafter, ModelDrafter), "only these sequences want drafts"
             sequence.drafter.take(sequence.num_tokens, tokens)
-        room = self.drafting.max_drafts
-        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight, room=room)
+        step = PlannedStep(self.queues, self.memory, may_preempt=not self._in_flight)
         try:
             self._fill(step)
         except Exception as error:
@@ -315,6 +314,7 @@ class Scheduler:
         if self.holds_new or len(self.running.tenants.keys() | self.waiting.tenants.keys()) < 2:
             self.queues.owed.clear()
             step.order = list(self.running)
+            step.choose_drafts(self.drafting, budget)
             budget = step.continue_running(budget)
         else:
             overhead, chunk = self.step_overhead, self.tokens_beside_decodes
@@ -327,6 +327,7 @@ class Scheduler:
                 return
             for _ in range(num_yielded):
                 step.preempt_last()
+            step.choose_drafts(self.drafting, budget)
             budget = step.continue_shared(budget, shares.grants)
         if not (len(step.preempted) > num_yielded or step.must_drain):
             self._schedule_waiting(budget, step, shares)
@@ -400,7 +401,7 @@ class Scheduler:
         """Commit the oldest plan in flight. Only this method commits tokens, forks and endings by a token."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans are committed in their order"
-        commit = Commit(self.queues, self.memory)
+        commit = Commit(self.queues, self.memory, self.drafting)
         committed = commit.run(step, result)
         if self._in_flight:
             self._in_flight[-1].num_waiting += commit.num_woken

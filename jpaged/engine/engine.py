@@ -235,6 +235,7 @@ class Engine:
         self._masks = Masks(scheduler.vocab_size)
         self._seeds = random.Random(seed)
         self._has_failed = False
+        self._last_result = 0.0  # its time; 0: none since the engine had no work
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._draft_model = draft_model
@@ -454,7 +455,11 @@ class Engine:
                 assert not self.has_work, "there is work, and none of it was scheduled"
                 return StepOutput()
             plan, dispatched_at, pending = self._in_flight.popleft()
-            committed = self.scheduler.commit(plan, pending.result())
+            result = pending.result()
+            self._note_time(plan, dispatched_at)
+            committed = self.scheduler.commit(plan, result)
+            if not self.has_work:
+                self._last_result = 0.0
         except RequestFault as fault:
             self.restart(expelled=[fault.request])
             self.runner.recover()
@@ -466,6 +471,13 @@ class Engine:
             raise
         self._publish_events()
         return self._output(plan, committed, dispatched_at)
+
+    def _note_time(self, plan: StepPlan, dispatched_at: float) -> None:
+        """Note the time from the last result to that of a step, with the host's work on both."""
+        now = self._clock()
+        start = self._last_result or dispatched_at
+        self.scheduler.drafting.learn_step(plan, now - start, overlaps=dispatched_at < start)
+        self._last_result = now
 
     def _dispatch(self) -> None:
         """Run an update that has waited for started requests, then dispatch steps as far as they may overlap."""
@@ -505,7 +517,10 @@ class Engine:
             self._draft_model = None
             self.scheduler.drafting.stop()
             return NO_DRAFTS
-        self.scheduler.drafting.learn(wanted, self._clock() - start)
+        seconds = self._clock() - start
+        self.scheduler.drafting.learn_round(wanted, seconds)
+        if self._last_result:
+            self._last_result += seconds  # the next step does not take this time
         return drafts
 
     def _constraint(self, row: int) -> "Constraint | None":

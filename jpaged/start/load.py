@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.drafts import DraftModelLimits
+from jpaged.core.draft_costs import DraftModelLimits
 from jpaged.core.scheduler import HEADROOM, Scheduler
 from jpaged.engine.draft_model import DraftModel
 from jpaged.engine.engine import Engine, Runner

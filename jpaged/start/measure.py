@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpaged.config import Limits, Speculation, platform_defaults
-from jpaged.core.drafts import UNKNOWN, DecodeCosts
+from jpaged.core.draft_costs import UNKNOWN, DecodeCosts
 from jpaged.core.groups import Windows
 from jpaged.runtime.batch import Bucket
 from jpaged.runtime.compilation_cache import cache_folder, private_folder

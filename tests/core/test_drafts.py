@@ -3,34 +3,66 @@
 import copy
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from jpaged.config import EngineConfig, Limits, Speculation
+from jpaged.core.block_pool import BlockPool
+from jpaged.core.draft_costs import UNKNOWN, DecodeCosts, DraftModelLimits
+from jpaged.core.drafting import Drafting
 from jpaged.core.drafts import (
     ASLEEP,
     INDEXED_AT_ONCE,
     MAX_REST,
     MAX_REST_OF_MODEL,
+    MAX_TRIED,
     NOTHING,
-    UNKNOWN,
-    DecodeCosts,
+    PASSED_OVER,
     Drafter,
     Lookup,
     ModelDrafter,
     Odds,
-    Rounds,
+    Offer,
 )
 from jpaged.core.params import BeamSearchParams, SamplingParams
+from jpaged.core.plan import Scheduled, StepPlan
 from jpaged.runtime.batch import Buckets
 from tests.core import traffic
 
 SETTINGS = Speculation(num_tokens=4, longest=8, shortest=2)
 COSTS = DecodeCosts([3.0 + tokens for tokens in range(64)])
+TEXT = [1, 2, 3, 4, 5, 6, 1, 2]  # two equal tokens before drafts
 
 
-def drafter_of(settings=SETTINGS, costs=COSTS, most=None):
-    return Drafter(settings, costs, [Lookup(settings.longest, settings.shortest)], most)
+def drafter_of(settings=SETTINGS, most=None, odds=None):
+    return Drafter(settings, [Lookup(settings.longest, settings.shortest)], most, odds)
+
+
+class Branch(SimpleNamespace):
+    """What the choice of drafts reads of a sequence."""
+
+    def __init__(self, drafter, num_tokens=10, most_drafts=100, **values):
+        super().__init__(
+            drafter=drafter, num_tokens=num_tokens, most_drafts=most_drafts, num_computed_tokens=num_tokens - 1,
+            pending=0, num_prompt_tokens=1, constraint=None, **values,
+        )  # fmt: skip
+
+    __hash__ = object.__hash__
+
+
+def drafting_of(costs=COSTS, model=None, max_num_seqs=64, **config):
+    config = {"num_speculative_tokens": 4, **({"model": "any"} if model else {}), **config}
+    limits = Limits(64, max_num_seqs, 512, speculative_config=config)
+    return Drafting(limits, BlockPool(4, 4), costs, model)
+
+
+def chosen(drafting, *offers, num_seqs, room=100, num_waiting=0, num_tokens=10):
+    """Return the number of drafts of each of some sequences, whose drafts have these chances."""
+    branches = [Branch(drafter_of(), num_tokens) for _ in offers]
+    found = {branch: Offer([7] * len(each), each) for branch, each in zip(branches, offers)}
+    drafts = drafting.choose(found, num_seqs, room, num_waiting)
+    return [len(drafts.get(branch, ())) for branch in branches]
 
 
 def test_a_continuation_follows_the_longest_match_and_the_latest_of_equal_ones():
@@ -60,122 +92,136 @@ def test_a_long_prompt_is_indexed_in_several_steps():
 
 
 def test_copies_of_a_drafter_continue_independently():
-    one = drafter_of(costs=UNKNOWN)
-    one.propose([1, 2, 3, 1, 2], (), 4, 0)
+    one = drafter_of()
+    one.offer([1, 2, 3, 1, 2], (), 4)
     other = copy.copy(one)
-    assert one.propose([1, 2, 3, 1, 2, 9, 9, 9], (), 4, 0) == [9] * 4
-    assert other.propose([1, 2, 3, 1, 2, 3, 1], (), 2, 0) == [2, 3]
+    assert one.offer([1, 2, 3, 1, 2, 9, 9, 9], (), 4).tokens == [9] * 4
+    assert other.offer([1, 2, 3, 1, 2, 3, 1], (), 2).tokens == [2, 3]
 
 
-def test_more_drafts_are_kept_where_more_were_right():
-    drafter, tokens = drafter_of(), [1, 2, 3, 4, 5, 6, 1, 2]
-    counts = [len(drafter.propose(tokens, (), 4, others)) for others in (0, 40)]
-    assert counts[0] == 2 and counts[1] == 0, "beside many other tokens a step costs what its tokens cost"
-    drafter = drafter_of()
+def test_chances_follow_those_of_the_sequence_and_of_matches_as_long():
+    odds = Odds(SETTINGS.longest)
+    drafter, other = drafter_of(odds=odds), drafter_of(odds=odds)
+    first = drafter.offer(TEXT, (), 4)
+    assert first == Offer([3, 4, 5, 6], pytest.approx([0.9, 0.81, 0.729, 0.6561]))
     for _ in range(20):
-        drafter.learn(*[len(drafter.propose(tokens, (), 4, 0))] * 2)
-    assert len(drafter.propose(tokens, (), 4, 0)) == 4
-    for _ in range(10):
-        drafter.learn(2, 0)
-    assert drafter.propose(tokens, (), 4, 0) == []
+        other.offer(TEXT, (), 4)
+        other.learn(4, 1)
+    after = drafter.offer(TEXT, (), 4).chances
+    assert after[0] == pytest.approx(0.9, abs=0.01), "all drafts after two equal tokens were kept"
+    assert after[1] < 0.15, "those after three were not: the draft before them is the third"
+    assert after[3] / after[2] == pytest.approx(0.9), "nobody knows more of those after five"
+    assert other.offer(TEXT, (), 4).chances[0] < 0.7, "half of the drafts of this sequence"
 
 
-def test_where_tokens_cost_nothing_all_drafts_are_computed():
-    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
-    assert len(drafter_of(costs=UNKNOWN).propose(tokens, (), 9, 100)) == SETTINGS.num_tokens
+def test_after_many_drafts_that_did_not_pay_they_are_tried_again():
+    odds = Odds(SETTINGS.longest)
+    for _ in range(MAX_TRIED):
+        odds.learn(2, False)
+    for _ in range(MAX_TRIED // 2):
+        odds.learn(3, True)
+    assert odds.after(2) < 0.05 and odds.after(3) > 0.95
+    for _ in range(PASSED_OVER - 1):
+        odds.pass_over(2)
+    assert odds.after(2) < 0.05
+    odds.pass_over(2)
+    assert odds.after(2) == odds.after(99) == 0.9 and odds.after(3) > 0.95
 
 
-def test_a_sequence_wakes_up_for_drafts_that_are_expected_to_pay():
+def test_later_drafts_count_more_than_old_ones():
+    odds = Odds(SETTINGS.longest)
+    for is_kept in [True] * 1000 + [False] * 2 * MAX_TRIED:
+        odds.learn(99, is_kept)
+    assert odds.after(8) < 0.2
+
+
+def test_a_sequence_wakes_up_for_its_drafts_and_sleeps_without_any():
     drafter, tokens = drafter_of(), list(range(10))
-    assert drafter.rests_until == ASLEEP and drafter.propose(tokens, (), 4, 0) == []
-    assert not drafter.see([*tokens, 1], 0) and drafter.rests_until == ASLEEP
-    assert drafter.see([*tokens, 1, 2], 0) and drafter.rests_until == 0
-    assert not drafter.see([*tokens, 1, 2, 3], 0), "it is awake"
-    assert copy.copy(drafter).propose([*tokens, 1, 2, 3], (), 4, 0) == [4, 5]
-    assert drafter.propose([*tokens, 1, 2, 9], (), 4, 0) == [] and drafter.rests_until == ASLEEP
+    assert drafter.rests_until == ASLEEP and drafter.offer(tokens, (), 4) is None
+    assert drafter.offer([*tokens, 1, 2], (), 4) and drafter.rests_until == ASLEEP, "they may not pay"
+    drafter.wake_up()
+    assert drafter.rests_until == 0 == copy.copy(drafter).rests_until
+    assert drafter.offer([*tokens, 1, 2, 9], (), 4) is None and drafter.rests_until == ASLEEP
 
 
-@pytest.mark.parametrize(
-    "others, waits, expected", [(0, False, True), (7, False, True), (40, False, False), (40, True, True)]
-)
-def test_a_sequence_that_does_not_wait_anyway_has_drafts_for_more_tokens_than_the_step_loses(others, waits, expected):
-    drafter = drafter_of(costs=UNKNOWN)
-    for right in (0, 0, 1, 0):
-        drafter.learn(4, right)
-    drafts = drafter.propose([1, 2, 3, 4, 5, 6, 1, 2], (), 4, others, waits=waits)
-    assert bool(drafts) == expected, "less than one of them is expected to be kept"
-
-
-def test_sequences_share_what_they_learn_about_matches_of_a_length():
-    odds, tokens = Odds(SETTINGS.longest), [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
-    lookup = lambda: [Lookup(SETTINGS.longest, SETTINGS.shortest)]
-    fresh = lambda: Drafter(SETTINGS, COSTS, lookup(), odds=odds)
-    assert fresh().propose(tokens[:8], (), 4, 0) and fresh().propose(tokens, (), 4, 0)
-    for _ in range(20):
-        wrong = fresh()
-        if drafts := wrong.propose(tokens[:8], (), 4, 0):
-            wrong.learn(len(drafts), 0)
-    assert not fresh().propose(tokens[:8], (), 4, 0), "drafts after two equal tokens were wrong"
-    assert fresh().propose(tokens, (), 4, 0), "those after five were not"
-    for _ in range(400):
-        fresh().propose(tokens[:8], (), 4, 0)
-    assert fresh().propose(tokens[:8], (), 4, 0), "after a long time they are tried again"
-
-
-def test_tokens_that_a_grammar_forces_tell_nothing_about_other_drafts():
-    drafter, tokens = drafter_of(), [1, 2, 3, 4, 5, 6, 1, 2]
-    other = copy.copy(drafter)
+def test_tokens_that_a_grammar_forces_are_certain_and_tell_nothing_about_other_drafts():
+    drafter = drafter_of()
+    before = drafter.offer(TEXT, (), 4)
     for _ in range(10):
-        drafts = drafter.propose(tokens, [7, 8], 4, 0)
-        drafter.learn(len(drafts), len(drafts))
-    assert drafter.propose(tokens, (), 4, 0) == other.propose(tokens, (), 4, 0)
+        assert drafter.offer(TEXT, [7, 8, 9, 7, 8], 3) == ([7, 8, 9], [1.0] * 3)
+        drafter.learn(3, 0)
+        drafter.rest(len(TEXT))
+    assert drafter.offer(TEXT, (), 4) == before and drafter.offer(TEXT, [7], 0) is None
 
 
 def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
     drafter, tokens, rests = drafter_of(), [1, 2, 3, 1, 2, 3, 1, 2], []
     for _ in range(6):
-        assert not drafter.see(tokens, 40) and drafter.rests_until == ASLEEP
+        assert drafter.offer(tokens, (), 4)
+        drafter.rest(len(tokens))
         before = len(tokens)
-        while len(tokens) <= drafter._searches_from:
-            assert not drafter.see(tokens, 40) and copy.copy(drafter).propose(tokens, (), 4, 0) == []
-            tokens = [*tokens, 3, 1, 2]
-        rests.append(drafter._searches_from - before + 1)
+        while copy.copy(drafter).offer(tokens, (), 4) is None:
+            assert drafter.offer(tokens, (), 4) is None and drafter.rests_until == ASLEEP
+            tokens = [*tokens, tokens[-3]]
+        rests.append(len(tokens) - before)
     assert rests == [3, 7, 15, MAX_REST, MAX_REST, MAX_REST]
-    assert drafter.propose(tokens, (), 4, 0) == [3, 1] and drafter.rests_until == 0, "beside few others they pay"
+    drafter.wake_up()
+    drafter.rest(len(tokens))
+    assert drafter.offer([*tokens, tokens[-3]], (), 4), "rests are short again after drafts that paid"
 
 
-def test_where_few_drafts_were_right_later_ones_are_expected_to_be_wrong_for_some_time():
-    drafter, tokens = drafter_of(), [1, 2, 3, 1, 2, 3, 1, 2]
-    counts = []
-    for number in range(60):
-        found = drafter.propose(tokens, (), 4, 1)
-        if found and number < 40:
-            drafter.learn(len(found), 0)
-        counts.append(bool(found))
-        while len(tokens) <= drafter._searches_from:
-            tokens = [*tokens, 3, 1, 2]
-    assert sum(counts[:10]) > sum(counts[30:40]), "the usual share has fallen"
-    assert any(counts[40:]), "and rises again"
+def test_the_drafts_of_a_step_are_those_with_which_it_gives_the_most_tokens_for_its_time():
+    chances = [0.9, 0.8, 0.5, 0.2, 0.1]
+    assert chosen(drafting_of(), chances, num_seqs=1) == [3], "4 seconds for a token, and 1 for each draft"
+    assert chosen(drafting_of(UNKNOWN), chances, num_seqs=1) == [5], "all cost the same"
+    assert chosen(drafting_of(), chances, num_seqs=40) == [0], "a step of 40 tokens costs what its tokens cost"
+    assert chosen(drafting_of(), chances, num_seqs=1, room=2) == [2]
+    assert chosen(drafting_of(), num_seqs=1) == []
+
+
+def test_several_sequences_pay_together_for_a_step_that_costs_more():
+    steps = drafting_of(DecodeCosts([1.0] * 9 + [1.4] * 56))  # as with a shape of more rows
+    assert chosen(steps, [0.9, 0.8], num_seqs=8) == [0]
+    assert chosen(steps, *[[0.9, 0.8]] * 3, [0.1], num_seqs=8) == [2, 2, 2, 1]
+    assert chosen(steps, *[[1.0] * 8] * 12, num_seqs=16, room=100) == [3] * 8 + [2] * 4, "32 in all, shared equally"
+
+
+def test_few_sequences_with_drafts_beside_many_miss_every_other_step():
+    flat = drafting_of(UNKNOWN)
+    assert chosen(flat, [0.9], num_seqs=8) == [1]
+    assert chosen(flat, [0.9], num_seqs=9) == [0] and chosen(flat, [0.9, 0.9], num_seqs=9) == [2]
+    assert chosen(flat, [0.9], [0.9], num_seqs=9) == [1, 1], "all others wait with two of nine"
+    assert chosen(flat, [0.9], num_seqs=9, num_waiting=1) == [1], "they wait for another one, too"
 
 
 def test_long_contexts_make_drafts_cost_more():
     costs = DecodeCosts(COSTS.seconds, context=0.01)
-    tokens = [*range(6), *range(-5000, 0), 0, 1]
-    assert len(drafter_of().propose(tokens, (), 4, 0)) == 0, "the index is not complete yet"
-    one, other = drafter_of(), drafter_of(costs=costs)
-    for drafter in (one, other):
-        drafter.propose(tokens, (), 4, 0)
-    longer = [*tokens, 9, 9, 9, 0, 1]
-    assert len(one.propose(longer, (), 4, 0)) == 2 and other.propose(longer, (), 4, 0) == []
+    assert chosen(drafting_of(costs), [0.9, 0.8], num_seqs=1, num_tokens=5) == [2]
+    assert chosen(drafting_of(costs), [0.9, 0.8], num_seqs=1, num_tokens=5000) == [0]
 
 
-def test_tokens_that_a_grammar_forces_are_drafts_whatever_the_odds():
-    drafter = drafter_of()
-    drafter.learn(4, 0)
-    assert drafter.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 30, waits=True) == [7, 8, 9, 7]
-    steep = drafter_of(costs=DecodeCosts([1.0] * 32 + [2.0] * 32))
-    drafts = steep.propose([1, 2, 3], [7, 8, 9, 7, 8], 4, 29, waits=True)
-    assert drafts == [7], "a step of 32 costs twice as much"
+def plan_of(num_seqs, drafts=0, *, num_tokens=1, masked=()):
+    rows = tuple(Scheduled(0, 10, num_tokens, 1) for _ in range(num_seqs + drafts))
+    return StepPlan(rows=rows, drafts=tuple((i, 7) for i in range(drafts)), masked=masked)
+
+
+def test_steps_teach_what_it_costs_not_to_overlap():
+    def taught(*steps):
+        drafting = drafting_of(DecodeCosts([1.0] * 64))
+        for plan, seconds, overlaps in steps:
+            drafting.learn_step(plan, seconds, overlaps=overlaps)
+        return chosen(drafting, [0.9], num_seqs=8)
+
+    plain, drafted = (plan_of(8), 1.0, True), (plan_of(8, 8), 1.1, False)
+    assert taught() == taught(plain) == taught(plain, drafted) == [1]
+    assert taught(plain, *[(plan_of(8, 8), 1.3, False)] * 9) == [0]
+    assert taught((plan_of(8), 1.3, True), *[(plan_of(8, 8), 1.3, False)] * 9) == [1], "others take as long"
+    assert taught(*[(plan_of(8, 8), 1.3, False)] * 9) == [1], "no step overlaps"
+    between = (plan_of(8), 1.5, False)
+    assert taught(plain, *[drafted, between] * 9) == [0], "the steps between drafts take longer for their sake"
+    assert taught(plain, *[drafted, (plan_of(8, masked=((0, frozenset()),)), 1.5, False)] * 9) == [1], "not these"
+    assert taught(plain, *[drafted, (plan_of(8, num_tokens=9), 1.5, False)] * 9) == [1], "a prompt tells nothing"
+    assert taught(plain, *[(plan_of(8, 8), 1.3, False)] * 9, *[plain] * 500) == [1], "they are tried again"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +241,8 @@ def test_a_request_may_have_fewer_drafts():
     scheduler.drafting.settings = SETTINGS
     limited, none = (scheduler.add(str(i), [1, 2], SamplingParams(num_speculative_tokens=i), seed=0) for i in (2, 0))
     assert none.sequences[0].drafter is None
-    assert len(drafter_of(costs=UNKNOWN, most=2).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
-    assert len(copy.copy(drafter_of(costs=UNKNOWN, most=2)).propose([1, 2, 3, 1, 2], (), 9, 0)) == 2
+    assert len(drafter_of(most=2).offer([1, 2, 3, 1, 2], (), 9).tokens) == 2
+    assert len(copy.copy(drafter_of(most=2)).offer([1, 2, 3, 1, 2], (), 9).tokens) == 2
     assert limited.sequences[0].drafter is not None
 
 
@@ -279,56 +325,63 @@ def test_settings_have_the_names_of_vllm():
 MODEL_COSTS = DecodeCosts([0.3] * 64)  # a tenth of a step of one token
 
 
-def model_drafter(costs=COSTS, model_costs=MODEL_COSTS, longest=1000, most=None):
-    return ModelDrafter(SETTINGS, costs, longest, Rounds(model_costs), most)
+def model_of(costs=MODEL_COSTS, longest=1000):
+    return DraftModelLimits(longest, costs)
+
+
+def wanted(drafting, drafter, num_tokens=10, others=0, **values):
+    """Return the number of drafts that a sequence wants of the draft model, and each of the others with as many."""
+    branches = [Branch(each, num_tokens, **values) for each in [drafter, *(copy.copy(drafter) for _ in range(others))]]
+    found = dict(drafting.wanted(branches))
+    assert len({found.get(branch, 0) for branch in branches}) == 1
+    return found.get(branches[0], 0)
 
 
 def test_a_draft_model_computes_as_many_drafts_as_pay():
-    dear = DecodeCosts([3.5] * 64)
-    assert model_drafter(model_costs=UNKNOWN).wanted(10, 4, 0) == model_drafter().wanted(10, 4, 0) == 4
-    assert model_drafter(model_costs=dear).wanted(10, 4, 0) == 0
-    assert model_drafter(costs=UNKNOWN, model_costs=UNKNOWN).wanted(10, 9, 60) == SETTINGS.num_tokens
+    fresh = lambda: ModelDrafter(SETTINGS, 1000)
+    assert wanted(drafting_of(model=model_of()), fresh()) == 4
+    assert wanted(drafting_of(model=model_of(UNKNOWN)), fresh()) == 4
+    assert wanted(drafting_of(model=model_of(DecodeCosts([3.5] * 64))), fresh()) == 0
+    assert wanted(drafting_of(UNKNOWN, model_of(UNKNOWN)), fresh(), others=7) == SETTINGS.num_tokens
     long, by_token = (DecodeCosts([start + each * n for n in range(400)]) for start, each in ((3.0, 1.0), (0.1, 0.2)))
-    sure = model_drafter(long, by_token)
+    sure = ModelDrafter(SETTINGS, 1000)
     for _ in range(20):
         sure.learn(4, 4)
-    assert sure.wanted(10, 4, 0) == sure.wanted(10, 4, 1) == 4
-    assert sure.wanted(10, 4, 60) == 0, "with 60 others that have drafts, each draft of both models has its price"
-    assert sure.rests_until > 10 and copy.copy(sure).wanted(10, 4, 1) == 0, "a copy rests with it"
+    both = drafting_of(long, model_of(by_token))
+    assert wanted(both, copy.copy(sure)) == wanted(both, copy.copy(sure), others=1) == 4
+    assert wanted(both, sure, others=31) == 0, "with 31 others that have drafts, each draft of both has its price"
+    assert sure.rests_until > 10 and wanted(both, copy.copy(sure), others=1) == 0, "a copy rests with it"
 
 
 def test_rounds_of_a_draft_model_cost_what_past_rounds_took():
-    rounds = Rounds(MODEL_COSTS)
-    drafter = ModelDrafter(SETTINGS, COSTS, 1000, rounds)
-    assert drafter.wanted(10, 4, 0) == 4 and rounds.cost(4, 1, 10) == pytest.approx(1.2) and rounds.cost(0, 1, 10) == 0
-    rounds.learn(4, 1, 10, 1000.0)
-    assert rounds.cost(4, 1, 10) < 2, "a single round that took very long is not believed"
+    drafting, drafter, tokens = drafting_of(model=model_of()), ModelDrafter(SETTINGS, 9999), 10
+    round_of_four = [(Branch(drafter), 4)]
+    drafting.learn_round(round_of_four, 1000.0)
+    assert wanted(drafting, drafter) == 4, "a single round that took very long is not believed"
     for _ in range(60):
-        rounds.learn(4, 1, 10, 14.2)
-    assert rounds.cost(2, 1, 10) == pytest.approx(13.6, rel=0.01) and drafter.wanted(11, 4, 0) == 0
-    tokens = 11
-    while not drafter.wanted(tokens, 4, 0):
+        drafting.learn_round(round_of_four, 14.2)
+    assert wanted(drafting, drafter) == 0
+    while not wanted(drafting, drafter, tokens) and tokens < 5000:
         tokens = drafter.rests_until + 1
     assert 11 < tokens < 5000, "it is tried again"
     for _ in range(60):
-        rounds.learn(4, 1, 10, 1.2)
-    assert drafter.wanted(tokens, 4, 0) == 4, "it is faster again"
-    unknown = Rounds(UNKNOWN)
-    unknown.learn(4, 1, 10, 1.0)
-    assert unknown.cost(4, 1, 10) == 0
+        drafting.learn_round(round_of_four, 1.2)
+    assert wanted(drafting, drafter, tokens) == 4, "it is faster again"
 
 
 def test_a_draft_model_is_asked_within_its_context_and_the_limit_of_the_request():
-    drafter = model_drafter(UNKNOWN, UNKNOWN, longest=20)
-    assert [drafter.wanted(n, 4, 0) for n in (16, 18, 19)] == [4, 2, 1] and drafter.wanted(20, 4, 0) == 0
-    assert model_drafter(UNKNOWN, UNKNOWN, most=2).wanted(5, 4, 0) == 2
-    assert model_drafter(UNKNOWN, UNKNOWN).wanted(5, 0, 0) == 0
+    drafting = drafting_of(UNKNOWN, model_of(UNKNOWN))
+    fresh = lambda most=None: ModelDrafter(SETTINGS, 20, most)
+    assert [wanted(drafting, fresh(), n) for n in (16, 18, 19, 20)] == [4, 2, 1, 0]
+    assert wanted(drafting, fresh(most=2), 5) == 2
+    assert wanted(drafting, fresh(), 5, most_drafts=1) == 1 and wanted(drafting, fresh(), 5, most_drafts=0) == 0
 
 
 def test_a_draft_model_that_does_not_pay_is_asked_less_often():
-    drafter, tokens, asked = model_drafter(), 10, []
+    drafting, drafter = drafting_of(model=model_of()), ModelDrafter(SETTINGS, 5000)
+    tokens, asked = 10, []
     while tokens < 2000:
-        if drafter.wanted(tokens, 4, 0):
+        if wanted(drafting, drafter, tokens):
             asked.append(tokens)
             drafter.learn(1, 0)
         tokens = max(tokens, drafter.rests_until) + 1
@@ -337,21 +390,21 @@ def test_a_draft_model_that_does_not_pay_is_asked_less_often():
     for _ in range(9):
         drafter.learn(1, 1)
     drafter.learn(9, 0)
-    while drafter.wanted(tokens, 4, 0):
+    while wanted(drafting, drafter, tokens):
         drafter.learn(1, 0)
     assert drafter.rests_until - tokens < 9, "it was right for a while"
-    drafter = model_drafter()
+    drafter = ModelDrafter(SETTINGS, 5000)
     drafter.learn(4, 3)
-    assert drafter.wanted(10, 4, 0) > 0, "three of four in a trial"
+    assert wanted(drafting, drafter) > 0, "three of four in a trial"
 
 
 def test_drafts_of_a_model_follow_the_tokens_that_it_knew():
-    drafter = model_drafter(UNKNOWN, UNKNOWN)
+    drafter = ModelDrafter(SETTINGS, 1000)
     drafter.take(3, [7, 8, 9])
-    assert drafter.propose([1, 2, 3], (), 2, 0) == [7, 8] and drafter.propose([1, 2, 3], (), 0, 0) == []
-    assert drafter.propose([1, 2, 3, 4], (), 4, 0) == []
-    assert drafter.propose([1, 2, 3], [5], 4, 0) == [5], "a grammar knows more"
-    assert copy.copy(drafter).propose([1, 2, 3], (), 4, 0) == [], "a branch has other tokens"
+    assert drafter.offer([1, 2, 3], (), 2).tokens == [7, 8] and drafter.offer([1, 2, 3], (), 0) is None
+    assert drafter.offer([1, 2, 3, 4], (), 4) is None
+    assert drafter.offer([1, 2, 3], [5], 4).tokens == [5], "a grammar knows more"
+    assert copy.copy(drafter).offer([1, 2, 3], (), 4) is None, "a branch has other tokens"
 
 
 def test_the_drafts_of_a_step_are_divided_among_the_sequences():

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.config import Speculation
 from jpaged.core.block_pool import BlockPool
-from jpaged.core.drafts import NOTHING, UNKNOWN, Drafter, Lookup
+from jpaged.core.drafts import NOTHING, Drafter, Lookup
 from jpaged.core.past_outputs import INDEXED_AT_ONCE, Past, PastOutputs
 from jpaged.core.request import FinishReason
 from tests.core import traffic
@@ -128,9 +128,9 @@ def test_a_long_output_is_indexed_in_several_searches():
 
 def test_the_longest_match_of_all_proposers_is_taken_and_one_token_for_each_that_is_equal():
     past = outputs_of([6, 1, 2, 3, 4, 5])
-    found = lambda tokens, **changed: Drafter(
-        settings(**changed), UNKNOWN, [Lookup(LONGEST, 2), Past(past, "", past.epoch)]
-    ).propose(tokens, (), 9, 0)
+    found = lambda tokens, **changed: (
+        Drafter(settings(**changed), [Lookup(LONGEST, 2), Past(past, "", past.epoch)]).offer(tokens, (), 9).tokens
+    )
     assert found([6, 1, 2], factor=1.0) == [3, 4, 5]
     assert found([0, 1, 2], factor=1.0) == [3, 4], "two are equal"
     assert found([0, 1, 2], factor=0.5) == [3]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.core.drafts import ASLEEP
+from jpaged.core.drafts import ASLEEP, Offer
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import Sample, StepResult
 from jpaged.core.request import NON_FINITE, FinishReason
@@ -917,10 +917,5 @@ class Sleeper(Oracle):
         super().__init__(request)
         self.rests_until, self.is_tired = ASLEEP, True
 
-    def see(self, tokens, others):
-        if not self.is_tired:
-            self.rests_until = 0
-        return not self.is_tired
-
-    def propose(self, tokens, forced, most, others, *, waits=False):
-        return [1] * most
+    def offer(self, tokens, forced, most):
+        return None if self.is_tired else Offer([1] * most, [1.0] * most)

@@ -9,7 +9,7 @@ from jpaged.core.beam import Beam, BeamSearch
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.cache_events import CacheEvents
 from jpaged.core.commit import Committed
-from jpaged.core.drafts import Drafter
+from jpaged.core.drafts import Drafter, Offer
 from jpaged.core.params import BeamSearchParams, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, Sequence
@@ -22,22 +22,25 @@ class Oracle(Drafter):
     """A drafter that knows most of the next tokens of a request, and rests at times."""
 
     def __init__(self, request: Request):
-        self._request, self.rests_until = request, 0
+        self._request, self.most, self.rests_until = request, 4, 0
 
     def __copy__(self):
         return Oracle(self._request)
 
-    def propose(self, tokens, forced, most, others, *, waits=False):
+    def offer(self, tokens, forced, most):
         rng = random.Random(digests(list(tokens))[-1])
+        if self.rests_until > len(tokens) and rng.random() > 0.3:
+            return None
         drafts = mostly_right(self._request, tokens, most, rng)
-        self.rests_until = 0 if drafts else len(tokens) + rng.randint(0, 3)
-        return drafts
+        if not drafts:
+            self.rests_until = len(tokens) + rng.randint(0, 3)
+        return Offer(drafts, [1.0] * len(drafts)) if drafts else None
 
-    def see(self, tokens, others):
-        if self.rests_until and random.Random(digests(list(tokens))[-1]).random() < 0.3:
-            self.rests_until = 0
-            return True
-        return False
+    def wake_up(self):
+        self.rests_until = 0
+
+    def rest(self, num_tokens):
+        self.rests_until = num_tokens + 1
 
     def learn(self, drafts, kept):
         assert 0 <= kept <= drafts > 0

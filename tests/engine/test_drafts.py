@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import numpy as np
@@ -54,6 +55,24 @@ def spell(text: str, *, depth: int = 1, drafts: bool = True, **params):
         scheduler.check_invariants()
     assert scheduler.pool.num_used == 0
     return request_output(request, Vocabulary(TOKENIZER)).outputs, deltas, runner.num_steps
+
+
+@pytest.mark.parametrize("depth, expected", [(1, [False] * 6), (2, [False, True, True] * 2)])
+def test_the_time_of_a_step_begins_with_the_result_before_it(monkeypatch, depth, expected):
+    limits = Limits(96, 4, 16, speculative_config=CONFIG)
+    scheduler = Scheduler(BlockPool(48, 4), limits, vocab_size=models.VOCAB, eos_token_ids=[])
+    engine = Engine(scheduler, Speller("abcdef"), TOKENIZER, max_in_flight=depth)
+    ticks, found = itertools.count(1), []
+    monkeypatch.setattr(engine, "_clock", lambda: float(next(ticks)))
+    learn = lambda plan, seconds, *, overlaps: found.append((seconds, overlaps))
+    monkeypatch.setattr(scheduler.drafting, "learn_step", learn)
+    for number in range(2):
+        engine.add(str(number), TOKENIZER.encode("ask").ids, SamplingParams(max_tokens=3))
+        while engine.has_work:
+            engine.step()
+        [next(ticks) for _ in range(1000)]  # without work
+    assert [overlaps for _, overlaps in found] == expected
+    assert all(seconds < 20 for seconds, _ in found), "no step has the idle time"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

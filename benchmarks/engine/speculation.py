@@ -188,7 +188,8 @@ def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     if args.model == "llama":
         (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 49_152}))
-        settings |= dict(model=str(folder), load_format="dummy", dtype="float32")
+        dtype = "float32" if args.dtype == "auto" else args.dtype
+        settings |= dict(model=str(folder), load_format="dummy", dtype=dtype)
     return settings
 
 

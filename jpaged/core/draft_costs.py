@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-STEP_MEMORY, ROUND_MEMORY = 0.02, 0.2  # weights of the newest step and of the newest round
+STEP_MEMORY, ALONE_MEMORY = 0.02, 0.05  # weights of the newest step, and of the newest one that does not overlap
+ROUND_MEMORY = 0.2  # weight of the newest round of a draft model
 STEP_FORGETTING, ROUND_FORGETTING = 0.003, 0.2  # shares that a step, or a rest, without drafts takes from an overhead
 LONG = 2  # times its expected time, beyond which the time of a step or a round is not believed
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Series
 from jpaged.config import DRAFTING_SEQS, Limits, Speculation
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.draft_costs import (
+    ALONE_MEMORY,
     ROUND_FORGETTING,
     ROUND_MEMORY,
     STEP_FORGETTING,
@@ -20,6 +21,7 @@ from jpaged.core.past_outputs import Past, PastOutputs
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import Request, Sequence
 
+LEAST_GAIN = 1.05  # in tokens for a step's time that is expected of drafts; the estimates are not more precise
 MOST_BESIDE = 8  # sequences for each one that waits for its sample, up to which all others wait with it
 
 Wanted = tuple[Sequence, int]  # and the number of its drafts
@@ -49,7 +51,7 @@ class Drafting:
         self._odds = Odds(self.settings.longest) if self.settings else None
         self._costs, self._model = costs, model or DraftModelLimits(limits.max_model_len, UNKNOWN)
         self._overlapped, self._alone, self._rounds = (
-            Overhead(each) for each in (STEP_MEMORY, STEP_MEMORY, ROUND_MEMORY)
+            Overhead(each) for each in (STEP_MEMORY, ALONE_MEMORY, ROUND_MEMORY)
         )
         self._debt = 0.0  # seconds that steps without drafts took longer because they did not overlap
 
@@ -129,7 +131,7 @@ class Drafting:
             key=lambda draft: draft[:2],
         )
         context = sum(sequence.num_tokens for sequence in chances) // len(chances)
-        best = num_seqs / (self._costs.of(num_seqs, context) + self._overhead(num_waiting, num_seqs))
+        best = LEAST_GAIN * num_seqs / (self._costs.of(num_seqs, context) + self._overhead(num_waiting, num_seqs))
         expected, num_drafting, depth, chosen = float(num_seqs), 0, 0, 0
         for number, (chance, place, _) in enumerate(best_first[: max(0, min(room, self.max_drafts))], 1):
             expected -= chance

@@ -181,7 +181,7 @@ class Commit:
 
     def _wake(self) -> None:
         """Wake up the sequences whose drafts are expected to pay; all that have some, if the others wait anyway."""
-        num_seqs, max_drafts = len(self.queues.running), self.drafting.max_drafts
+        num_seqs, max_drafts = sum(len(request.live) for request in self.queues.running), self.drafting.max_drafts
         waits = MOST_BESIDE * len(self.waiting) >= num_seqs
         for sequence in self.offers if waits else self.drafting.choose(self.offers, num_seqs, max_drafts):
             if sequence.drafter is not None and not sequence.finish_reason:

@@ -257,6 +257,8 @@ class PlannedStep:
 
     def choose_drafts(self, drafting: Drafting, budget: int) -> None:
         """Choose the drafts of the step: of sequences that compute their last token, if it is part of the output."""
+        if not drafting.max_drafts:
+            return
         offers, num_seqs = {}, sum(len(request.live) for request in self.order)
         for request in self.order:
             self.at = request

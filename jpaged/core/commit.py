@@ -185,8 +185,7 @@ class Commit:
         waits = MOST_BESIDE * len(self.waiting) >= num_seqs
         for sequence in self.offers if waits else self.drafting.choose(self.offers, num_seqs, max_drafts):
             if sequence.drafter is not None and not sequence.finish_reason:
-                sequence.drafter.wake_up()
-                sequence.steady_until = 0
+                sequence.drafter.rests_until = sequence.steady_until = 0
                 self.num_woken += sequence.pending > 0
 
     def _settle(self, sequence: Sequence, drafts: int) -> tuple[int, int]:

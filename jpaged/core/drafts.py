@@ -70,11 +70,16 @@ class Lookup:
             self._places[key] = (*self._places.get(key, ())[1 - PLACES :], place)
         self._known = max(self._known, stop)
         places = self._places.get(tuple(tokens[-self._shortest :]), ()) if stop == len(tokens) else ()
-        if not places:
+        matched, start = 0, 0
+        for place in reversed(places):
+            if (equal := self._equal(tokens, place)) > matched:
+                matched, start = equal, place
+            if matched == self._longest:
+                break
+        if not matched:
             return NOTHING
-        matched, place = max((self._equal(tokens, place), place) for place in places)
-        period = len(tokens) - place
-        return Found([tokens[place + i % period] for i in range(most)], matched)
+        period = len(tokens) - start
+        return Found([tokens[start + i % period] for i in range(most)], matched)
 
     def end(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Do nothing: no other sequence reads the text."""

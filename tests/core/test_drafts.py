@@ -40,7 +40,7 @@ def drafter_of(settings=SETTINGS, most=None, odds=None):
 
 
 class Branch(SimpleNamespace):
-    """What the choice of drafts reads of a sequence."""
+    """Attributes of a sequence that the choice of drafts reads."""
 
     def __init__(self, drafter, num_tokens=10, most_drafts=100, **values):
         super().__init__(

@@ -1,7 +1,7 @@
 """Tokens per second with drafts and without, on the same requests, whose outputs are compared to the bit.
 
     python benchmarks/engine/speculation.py --model FILE.gguf --out results
-    python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama with random parameters
+    python benchmarks/engine/speculation.py --model llama --tokenizer NAME       a Llama of 110M parameters that copies
     python benchmarks/engine/speculation.py --model FILE.gguf --methods draft_model --draft-model OTHER.gguf
     python benchmarks/engine/speculation.py --only edit --streams 1 --rounds 1     the demo model
 
@@ -33,6 +33,7 @@ if __package__ in (None, ""):
 import numpy as np
 
 from benchmarks.engine.cpu_serving import CONFIG
+from benchmarks.shared.copying_llama import write_copying_llama
 from benchmarks.shared.device import environment, open_device, prepare_environment
 from benchmarks.shared.results import Report, Row, script_parser, table
 from jpaged.config import DRAFT_METHODS, DRAFT_MODEL
@@ -181,15 +182,14 @@ def compare(engines: dict[str, Any], workload: str, streams: int, rounds: int, s
 
 
 def settings_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the settings of all engines. The files of a Llama with random parameters are written to a folder."""
+    """Return the settings of all engines. The files of a Llama that copies are written to a folder."""
     settings = dict(
         model=args.model, dtype=args.dtype, tokenizer=args.tokenizer, max_model_len=CONTEXT, max_num_seqs=MAX_STREAMS,
         progress=False, warm_up=True,
     )  # fmt: skip
     if args.model == "llama":
-        (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 49_152}))
-        dtype = "float32" if args.dtype == "auto" else args.dtype
-        settings |= dict(model=str(folder), load_format="dummy", dtype=dtype)
+        write_copying_llama(folder, CONFIG | {"vocab_size": 49_152})
+        settings["model"] = str(folder)
     return settings
 
 

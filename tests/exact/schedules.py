@@ -75,7 +75,7 @@ def run(
     draft_model = None
     if drafting is not None:
         plain = dataclasses.replace(limits, speculative_config=None, exact=False)
-        theirs = Scheduler(BlockPool(BLOCKS, BLOCK), plain, vocab_size=runner.vocab_size)
+        theirs = Scheduler(make(BLOCKS, num_pages=drafting.blocks.num_pages), plain, vocab_size=runner.vocab_size)
         draft_model = DraftModel(Engine(theirs, drafting))
     engine = Engine(
         scheduler, runner, tokenizer, max_in_flight=2 if schedule.overlaps else 1, draft_model=draft_model

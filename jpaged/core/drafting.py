@@ -99,7 +99,9 @@ class Drafting:
     def choose(
         self, offers: Mapping[Sequence, Offer], num_seqs: int, room: int, num_waiting: int = 0
     ) -> dict[Sequence, list[int]]:
-        """Return the drafts that are expected to pay in a step; the sequences without any rest.
+        """Return the drafts that are expected to pay in a step.
+
+        The sequences without any rest, or sleep if the step has no room for more.
 
         Args:
             num_seqs: number of all sequences of the step.
@@ -108,10 +110,16 @@ class Drafting:
         """
         chances = {sequence: offer.chances for sequence, offer in offers.items()}
         counts = self._counts(chances, num_seqs, room, num_waiting)
+        is_full = sum(counts.values()) >= min(room, self.max_drafts)
         for sequence in offers:
             drafter = sequence.drafter
             assert drafter is not None, "it has offered drafts"
-            drafter.wake_up() if sequence in counts else drafter.rest(sequence.num_tokens)
+            if sequence in counts:
+                drafter.wake_up()
+            elif is_full:
+                drafter.sleep()
+            else:
+                drafter.rest(sequence.num_tokens)
         return {sequence: offers[sequence].tokens[:count] for sequence, count in counts.items()}
 
     def _counts(

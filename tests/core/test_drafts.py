@@ -170,6 +170,16 @@ def test_after_drafts_that_do_not_pay_the_search_rests_longer_each_time():
     assert drafter.offer([*tokens, tokens[-3]], (), 4), "rests are short again after drafts that paid"
 
 
+def test_drafts_for_which_a_step_has_no_room_may_pay_in_the_next_one():
+    branches, drafting = [Branch(drafter_of()) for _ in range(2)], drafting_of(UNKNOWN)
+    for _ in range(5):
+        offers = {branch: branch.drafter.offer(TEXT, (), 4) for branch in branches}
+        assert None not in offers.values(), "no search rests"
+        assert len(drafting.choose(offers, num_seqs=8, room=1)) == 1
+    drafting.choose({branches[0]: Offer([1], [0.01])}, num_seqs=8, room=1)
+    assert branches[0].drafter.offer(TEXT, (), 4) is None, "these did not pay"
+
+
 def test_the_drafts_of_a_step_are_those_with_which_it_gives_the_most_tokens_for_its_time():
     chances = [0.9, 0.8, 0.5, 0.2, 0.1]
     assert chosen(drafting_of(), chances, num_seqs=1) == [3], "4 seconds for a token, and 1 for each draft"

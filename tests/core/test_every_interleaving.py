@@ -287,7 +287,7 @@ def _next(after: dict[tuple[int, Event], int], state: int) -> int | None:
 @pytest.mark.parametrize(
     ("scenarios", "least"),
     [
-        pytest.param(USUAL, 1700, id="usual"),
+        pytest.param(USUAL, 1600, id="usual"),
         pytest.param(SMALL, 3500, id="small", marks=pytest.mark.deep),
         pytest.param(MEDIUM, 6000, id="medium", marks=pytest.mark.deep),
         pytest.param(DISTINCT, 5000, id="distinct", marks=pytest.mark.deep),

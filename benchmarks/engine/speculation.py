@@ -39,6 +39,7 @@ from benchmarks.shared.results import Report, Row, script_parser, table
 from jpaged.config import DRAFT_METHODS, DRAFT_MODEL
 
 MODEL_ITSELF = {"quantization": "int4"}
+RANDOM_SEED = 10**6  # free text of a model that knows nothing has the tokens of random text with the same seed
 TOKENS, CONTEXT, UNCOUNTED = 160, 2048, 2  # of an output, of an engine, and rounds
 MAX_STREAMS, REQUESTS = 8, 3  # sequences of an engine, and requests of a stream
 PLAIN, AGAIN = "plain", "plain again"  # engines without drafts, the first and the last one of all
@@ -119,7 +120,7 @@ def requests_of(workload: str, seed: int, llm: Any) -> tuple[Any, Any]:
     vocabulary = llm.engine.scheduler.vocab_size
     ids = np.random.default_rng(seed).integers(0, vocabulary, 100).tolist()
     return {"prompt_token_ids": ids}, SamplingParams(
-        temperature=50.0, seed=seed, max_tokens=TOKENS, logprobs=0, ignore_eos=True
+        temperature=50.0, seed=RANDOM_SEED + seed, max_tokens=TOKENS, logprobs=0, ignore_eos=True
     )
 
 

@@ -12,8 +12,6 @@ from pallas_kernels import reference
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.weights import Weight
 
-LEAST = 2  # rows of a loop: XLA would dissolve a loop over one row, and multiply that row in another order
-
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Implement `Ops.product` and `Ops.products`. Rows that are not wanted are 0."""
@@ -51,7 +49,5 @@ def _sums(x_ti: jax.Array, weight: Weight, wanted_t: jax.Array, sizes_e: jax.Arr
 
     zeros_o = jnp.zeros(weight.shape[0], dtype)
     at_t = wanted_t, x_ti, experts_t
-    if (padding := LEAST - len(x_ti)) > 0:
-        at_t = jax.tree.map(lambda x: jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), at_t)
     y_to: jax.Array = lax.map(lambda at: lax.cond(at[0], lambda: row(*at[1:]), lambda: zeros_o), at_t)
-    return y_to[: len(x_ti)]
+    return y_to

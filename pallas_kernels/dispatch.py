@@ -130,6 +130,7 @@ def select(
     sinks: bool = False,
     mxfp4: bool = False,
     debug: bool = False,
+    int8_rows: bool = False,
     self_test: SelfTest | None = None,
 ) -> Kernels:
     """Choose the implementation `name` ("auto", "reference", "mosaic", "triton" or "cpu") for a device and a model.
@@ -143,6 +144,7 @@ def select(
         sinks, mxfp4: whether the model has attention sinks, and experts like gpt-oss's, with biases, the activation
             swiglu_oai and maybe weights in MXFP4. The self-test then has them, too.
         debug: the ops also check the values of tables, lengths and slots; see `Ops`.
+        int8_rows: products round rows to int8; see `Ops`. Only kernels of CPUs and the reference do.
         self_test: tests the ops on the device first. None tests nothing, for callers without the device.
 
     Raises:
@@ -151,6 +153,8 @@ def select(
     """
     if name not in NAMES:
         raise ValueError(f"kernels must be one of {', '.join(NAMES)}, not {name!r}")
+    if int8_rows and platform != "cpu":
+        raise NotImplementedError(f"int8_rows: is for CPUs, not for {platform}")
     programs = [key for key, it in PROGRAMS.items() if key == name or (name == "auto" and platform in it.platforms)]
     reason = "asked for" if name == "reference" else f"the device is a {device_kind} ({platform})"
     kernels = _kernels({}, dict.fromkeys(GROUPS, reason), head_dim)
@@ -161,7 +165,7 @@ def select(
     if platform == "cpu" and not kernels.skips_rows:
         by_rows = kernels.implementation._replace(product=rows.product, skips_rows=True)
         kernels = replace(kernels, implementation=by_rows)
-    return replace(kernels, debug=debug)
+    return replace(kernels, debug=debug, int8_rows=int8_rows)
 
 
 def select_for(
@@ -173,6 +177,7 @@ def select_for(
     block_size: int = 16,
     pool_dtype: str | None = None,
     debug: bool = False,
+    int8_rows: bool = False,
     self_test: SelfTest | None = None,
 ) -> Kernels:
     """Choose the implementation for a device and the config of a model; see `select`.
@@ -196,7 +201,7 @@ def select_for(
         name, platform=device.platform, device_kind=device.device_kind, compute_capability=compute_capability(device),
         dtype=jnp.dtype(dtype).name, head_dim=read("head_dim", default=0) or read("hidden_size") // num_heads,
         num_heads=num_heads, num_kv_heads=read("num_key_value_heads", default=num_heads), block_size=block_size,
-        pool_dtype=pool_dtype, debug=debug, self_test=self_test,
+        pool_dtype=pool_dtype, debug=debug, int8_rows=int8_rows, self_test=self_test,
     )  # fmt: skip
 
 

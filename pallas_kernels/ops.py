@@ -95,10 +95,12 @@ class Ops:
     Attributes:
         debug: also check the values of tables, lengths and slots, by `jax.experimental.checkify`: a wrong one is a
             ValueError that names it. Inside a jit that needs `checkify.checkify` around the function.
+        int8_rows: products round rows to int8 next to weights that take such rows; see `ProductOptions`.
     """
 
     implementation: Implementation
     debug: bool = False
+    int8_rows: bool = False
 
     def write_kv(
         self,
@@ -452,7 +454,7 @@ class Ops:
 
     def _multiply(self, x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
         checks.check_product(x_ti, weights, options)
-        return self.implementation.product(x_ti, weights, options)
+        return self.implementation.product(x_ti, weights, replace(options, int8_rows=self.int8_rows))
 
     def _attend(
         self, op: str, q: jax.Array, contexts: Contexts, rows: tuple[Any, ...], options: AttentionOptions

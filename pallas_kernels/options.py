@@ -148,6 +148,7 @@ class ProductOptions:
         added: for each weight [T, O] float32, added to its sums and their bias before the activation; None: nothing.
         residual_to: [T, O] in the dtype of the result, to which the only result is added once it is rounded; None:
             nothing.
+        int8_rows: whether x is rounded by `weights.rounded_rows` next to weights that take rows of int8.
     """
 
     activation: str | None = field(default=None, metadata={"static": True})
@@ -158,3 +159,4 @@ class ProductOptions:
     tokens_m: jax.Array | None = None
     added: tuple[jax.Array, ...] | None = None
     residual_to: jax.Array | None = None
+    int8_rows: bool = field(default=False, metadata={"static": True})

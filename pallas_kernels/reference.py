@@ -28,7 +28,7 @@ from pallas_kernels.options import (
     Written,
 )
 from pallas_kernels.transforms import varying_like
-from pallas_kernels.weights import Weight
+from pallas_kernels.weights import Weight, rounded_rows
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]  # unscaled outputs, maxima and sums of the softmax so far
 
@@ -82,7 +82,14 @@ def copy_blocks(pool: jax.Array, sources_c: jax.Array, destinations_c: jax.Array
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
     """Define `Ops.product` and `Ops.products`: the result of each weight, or one result if they are gated."""
-    return finished([sums(x_ti, weight, options.sizes_e) for weight in weights], weights, options, x_ti.dtype)
+    rows = [rows_for(weight, x_ti, options) for weight in weights]
+    found = [sums(x, weight, options.sizes_e) for x, weight in zip(rows, weights)]
+    return finished(found, weights, options, x_ti.dtype)
+
+
+def rows_for(weight: Weight, x_ti: jax.Array, options: ProductOptions) -> jax.Array:
+    """Return the rows that are multiplied by a weight."""
+    return rounded_rows(x_ti) if options.int8_rows and weight.format.takes_int8_rows else x_ti
 
 
 def sums(x_ti: jax.Array, weight: Weight, sizes_e: jax.Array | None) -> jax.Array:

@@ -18,7 +18,7 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
     if 0 in x_ti.shape:
         return reference.product(x_ti, weights, options)
     wanted_t = _wanted(len(x_ti), options)
-    sums = [_sums(x_ti, weight, wanted_t, options.sizes_e) for weight in weights]
+    sums = [_sums(reference.rows_for(weight, x_ti, options), weight, wanted_t, options.sizes_e) for weight in weights]
     return tuple(
         jnp.where(wanted_t[:, None], y_to, 0) for y_to in reference.finished(sums, weights, options, x_ti.dtype)
     )

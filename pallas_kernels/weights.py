@@ -20,6 +20,7 @@ MIDDLE = 8  # number of 4 bits that stands for 0 where a weight has no minima
 # Number of a dtype to which the largest of a group is mapped.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "uint8": 15.0}
 SMALLEST = 1e-30  # groups with smaller numbers become zeros; the reciprocals of their scales would overflow
+ROW_GROUP = 32  # inputs with one scale in rows of int8
 
 
 class Format(NamedTuple):
@@ -45,6 +46,12 @@ class Format(NamedTuple):
     def is_mxfp4(self) -> bool:
         """Whether the numbers are codes of e2m1, and the scales exponents."""
         return self.scales == "uint8"
+
+    @property
+    def takes_int8_rows(self) -> bool:
+        """Whether rows may be rounded to int8: the numbers have 8 or 4 bits, in whole groups of a row's."""
+        is_whole = self.is_packed or self.dtype == "int8"
+        return is_whole and self.group is not None and self.group % ROW_GROUP == 0
 
 
 class Weight(NamedTuple):
@@ -154,6 +161,15 @@ def quantize(weight: jax.Array, form: Format) -> Weight:
     whole = scaled if form.dtype == "float8_e4m3fn" else jnp.round(scaled)
     numbers = (jnp.clip(whole, low, largest) + offset).reshape(exact.shape)
     return Weight(pack(numbers) if form.is_packed else numbers.astype(form.dtype), scales, minima)
+
+
+def rounded_rows(x_ti: jax.Array) -> jax.Array:
+    """Return rows [T, I] float32 whose groups of 32 inputs are multiples of a scale, from -127 to 127.
+
+    Infinite numbers become NaN.
+    """
+    rounded = quantize(x_ti, Format("int8", "float32", group=ROW_GROUP)).dense()
+    return jnp.where(jnp.isfinite(x_ti), rounded, jnp.nan)
 
 
 def _quantize_mxfp4(grouped: jax.Array) -> Weight:

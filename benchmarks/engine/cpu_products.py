@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,11 +42,13 @@ class Way(NamedTuple):
         form: of the weights.
         dtype: of the rows.
         instructions: fields of `Machine` that choose the instructions.
+        int8_rows: whether rows are rounded to int8.
     """
 
     form: Format
     dtype: str
     instructions: dict[str, bool]
+    int8_rows: bool = False
 
 
 WAYS = {
@@ -58,7 +61,13 @@ WAYS = {
     "int8": Way(Format("int8", "float32"), "bfloat16", {"has_int8_tiles": False}),
     "int8 in tiles": Way(Format("int8", "float32"), "bfloat16", {"has_int8_tiles": True}),
     "8 bits in groups of 32": Way(Format("int8", "float16", group=32), "bfloat16", {}),
+    "8 bits in groups of 32, rows of int8": Way(
+        Format("int8", "float16", group=32), "bfloat16", {"has_byte_dot": True}, int8_rows=True
+    ),
     "4 bits in groups of 32": Way(Format("uint8", "float16", "float16", 32), "bfloat16", {}),
+    "4 bits in groups of 32, rows of int8": Way(
+        Format("uint8", "float16", "float16", 32), "bfloat16", {"has_byte_dot": True}, int8_rows=True
+    ),
 }  # fmt: skip
 
 
@@ -78,14 +87,14 @@ def random_weights(form: Format, num_layers: int) -> Any:
     return layers, weight(VOCABULARY, HIDDEN)
 
 
-def step(x_td: jax.Array, weights: Any) -> jax.Array:
+def step(ops: Ops, x_td: jax.Array, weights: Any) -> jax.Array:
     """Return the logits [T, V] of rows [T, D] after all products of a step."""
     layers, logits = weights
     for qkv, (output,), (gate, up), down in layers:
-        q_td, *_ = OPS.products(x_td, *qkv)
-        x_td = OPS.product(q_td, output)
-        x_td = OPS.product(OPS.product(x_td, gate, up=up, activation="silu"), down)
-    return OPS.product(x_td, logits, dtype=jnp.float32)
+        q_td, *_ = ops.products(x_td, *qkv)
+        x_td = ops.product(q_td, output)
+        x_td = ops.product(ops.product(x_td, gate, up=up, activation="silu"), down)
+    return ops.product(x_td, logits, dtype=jnp.float32)
 
 
 @contextmanager
@@ -103,8 +112,9 @@ def timed(rows: int, names: Sequence[str], num_layers: int, rounds: int) -> dict
         way = WAYS[name]
         x_td = jax.random.normal(jax.random.key(1), (rows, HIDDEN), way.dtype)
         weights = random_weights(way.form, num_layers)
+        ops = replace(OPS, int8_rows=way.int8_rows)
         with processor(way.instructions):
-            run = jax.jit(lambda x_td, weights: step(x_td, weights)).lower(x_td, weights).compile()
+            run = jax.jit(lambda x_td, weights, ops=ops: step(ops, x_td, weights)).lower(x_td, weights).compile()
         size = sum(array.nbytes for array in jax.tree.leaves(weights))
         calls[name] = (lambda run=run, x_td=x_td, weights=weights: run(x_td, weights)), size
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -41,6 +41,7 @@ class Machine(NamedTuple):
         has_bf16_dot: whether an instruction adds products of pairs of bfloat16 numbers (AVX-512 BF16).
         has_bf16_tiles: whether there are instructions for tiles of bfloat16 numbers (AMX), which the process may use.
         has_int8_tiles: whether there are such instructions for bytes, too.
+        has_byte_dot: whether an instruction adds products of four bytes to each lane of a vector (AVX-512 or AVX VNNI).
     """
 
     cpu: str
@@ -50,6 +51,7 @@ class Machine(NamedTuple):
     has_bf16_dot: bool = False
     has_bf16_tiles: bool = False
     has_int8_tiles: bool = False
+    has_byte_dot: bool = False
 
     @classmethod
     @functools.cache
@@ -62,7 +64,8 @@ class Machine(NamedTuple):
         dots = bool(wide and has.get("avx512bf16"))
         tiles = bool(dots and has.get("amx-bf16")) and _may_use_tiles()
         of_int8 = bool(tiles and has.get("amx-int8"))
-        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, dots, tiles, of_int8)
+        bytes_ = bool(has.get("avx512vnni") if wide else has.get("avxvnni"))
+        return cls(binding.get_host_cpu_name(), has.flatten(), lanes, registers, dots, tiles, of_int8, bytes_)
 
 
 def _may_use_tiles() -> bool:
@@ -166,6 +169,13 @@ class Code:
         """Return elements of a vector of 16 float32 numbers, by the lowest 4 bits of an index. It needs AVX-512."""
         return self.intrinsic("llvm.x86.avx512.permvar.sf.512", table, index)
 
+    def look_up_bytes(self, table: Sequence[int], index: Value) -> Value:
+        """Return bytes of a table of 16, by an index below 16. It needs AVX2."""
+        count = index.llvm.type.count
+        several = ir.Constant(index.llvm.type, [*table] * (count // len(table)))
+        name = "llvm.x86.avx512.pshuf.b.512" if count == 64 else "llvm.x86.avx2.pshuf.b"
+        return self.intrinsic(name, Value(self, several), index)
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Return some lanes of two vectors. Lanes of `b` are counted on from the last lane of `a`."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
@@ -228,6 +238,14 @@ class Code:
             self.store(self.load(pointer, index + i, element), place, i)
         return self.load_vector(place, 0, element, lanes)
 
+    def load_first(self, pointer: Value, index: Number, element: Any, lanes: int, count: Value) -> Value:
+        """Return the elements of `load_part` by one instruction, for elements of 32 bits."""
+        kind, index_of = ir.VectorType(element, lanes), self.counted(self.value(0, I32), lanes)
+        wanted = index_of.compare("<", self.splat(self.cast("trunc", count, I32), lanes))
+        zero = Value(self, ir.Constant(kind, None))
+        at, align = self.at(pointer, index, element), self.value(_size(element), I32)
+        return self.intrinsic(f"llvm.masked.load.v{lanes}i32.p0", at, align, wanted, zero, result=kind)
+
     def scratch(self, size: int, element: Any) -> Value:
         """Return an array on the stack of the function."""
         with self.builder.goto_entry_block():
@@ -253,6 +271,14 @@ class Code:
         lanes = c.llvm.type.count
         pairs = (Value(self, self.builder.bitcast(x.llvm, ir.VectorType(BF16, 2 * lanes))) for x in (a, b))
         return self.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", c, *pairs)
+
+    def dot_bytes(self, a: Value, b: Value, c: Value) -> Value:
+        """Return a b + c, summed over four unsigned bytes of a and signed ones of b in each lane of int32 vectors.
+
+        For machines with `has_byte_dot`.
+        """
+        lanes = c.llvm.type.count
+        return self.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", c, a, b)
 
     def bf16_vector(self, a: Value, b: Value) -> Value:
         """Return the bits of the nearest bfloat16 numbers of two float32 vectors, one behind the other.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.cpu import amx, digits, stream, strips
+from pallas_kernels.cpu import amx, byte_rows, digits, stream, strips
 from pallas_kernels.cpu.code import F32, I32, I64, Machine, Value, Variable
 from pallas_kernels.cpu.epilogue import ACTIVATIONS, gated
 from pallas_kernels.cpu.ffi import CallFrame, register
@@ -27,14 +27,14 @@ from pallas_kernels.cpu.team import num_threads
 from pallas_kernels.cpu.tiles import Tiles
 from pallas_kernels.options import ProductOptions
 from pallas_kernels.transforms import with_derivatives
-from pallas_kernels.weights import Format, Weight
+from pallas_kernels.weights import Format, Weight, rounded_rows
 
 UNIT_O, UNIT_T = 48, 128  # outputs and rows of a unit of work
 FEW_O = 768  # outputs whose sums for a few rows take the same memory
 SMALL_T = 16  # rows of a small call
 STEP_O = 12  # outputs of its blocks are multiples of this number
 SMALL_BLOCKS = 16  # its small blocks have the outputs of a thread divided by this
-VERSION = 15  # part of the targets' names: executables on disk must not call a function of other arguments
+VERSION = 19  # part of the targets' names: executables on disk must not call a function of other arguments
 RESULTS = LOADED[:3]  # dtypes of results
 X, WANTED, STARTS = range(3)  # arguments of a call, before the arrays of its weights
 
@@ -53,6 +53,8 @@ class Spec(NamedTuple):
         adds: whether arrays are added to the sums; they follow those of the weights.
         dtype: that of the results, one of `RESULTS`.
         residual: whether the result is added to an array, the last argument.
+        rounds: dtype of x, if it is rounded to int8 (`byte_rows`), with a further result for the packed rows; None: it
+            is not.
     """
 
     form: Format
@@ -66,6 +68,7 @@ class Spec(NamedTuple):
     adds: bool = False
     dtype: str = "float32"
     residual: bool = False
+    rounds: str | None = None
 
 
 def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
@@ -78,7 +81,7 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
     if len({(weight.format, _bias_dtype(weight)) for weight in weights}) == 1 and options.activation in ACTIVATIONS:
         stored = replace(options, dtype=dtype if dtype.name in RESULTS else jnp.float32)
         return tuple(y_to.astype(dtype) for y_to in _call(x_ti, weights, stored))
-    plain = ProductOptions(dtype=jnp.float32, **_rows_of(options))
+    plain = ProductOptions(dtype=jnp.float32, int8_rows=options.int8_rows, **_rows_of(options))
     sums = [_call(x_ti, (weight._replace(bias=None),), plain)[0] for weight in weights]
     return reference.finished(sums, weights, options, x_ti.dtype)
 
@@ -92,7 +95,7 @@ def _rows_of(options: ProductOptions) -> dict[str, Any]:
 
 
 def _define(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions) -> tuple[jax.Array, ...]:
-    return reference.product(x_ti, weights, options)
+    return reference.product(x_ti, weights, replace(options, int8_rows=False))
 
 
 @with_derivatives(_define)
@@ -102,20 +105,28 @@ def _call(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOptions)
     machine = Machine.host()
     dots = machine.has_bf16_dot and x_ti.dtype == form.dtype == "bfloat16" and x_ti.shape[1] % (2 * machine.lanes) == 0
     adds = options.added is not None
+    rounds = None
+    if options.int8_rows and form.takes_int8_rows:
+        if byte_rows.has_code(form, x_ti.shape[1]) and x_ti.dtype.name in RESULTS:
+            rounds = x_ti.dtype.name
+        else:
+            x_ti = rounded_rows(x_ti)
     has_digits = machine.has_int8_tiles and x_ti.dtype == "bfloat16" and digits.has_code(form, x_ti.shape[1])
     tiles, dtype = has_digits or (dots and machine.has_bf16_tiles), jnp.dtype(options.dtype)
     spec = Spec(
         form, bias, len(weights), options.activation, options.gated, has_experts, dots, tiles, adds, dtype.name,
-        options.residual_to is not None,
+        options.residual_to is not None, rounds,
     )  # fmt: skip
     shapes = [(len(x_ti), weight.shape[0]) for weight in weights[: 1 if options.gated else None]]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    if tiles:
+    if rounds:
+        results.append(jax.ShapeDtypeStruct(byte_rows.packed_shape(form, *x_ti.shape), jnp.int32))
+    elif tiles:
         packed_shape = digits.packed_shape if has_digits else amx.packed_shape
         results.append(jax.ShapeDtypeStruct(packed_shape(*x_ti.shape), jnp.int32))
     multiply = jax.ffi.ffi_call(target(spec), results, vmap_method="sequential")
     arrays = [array for weight in weights for array in weight if array is not None]
-    x_ti = x_ti if dots or tiles else x_ti.astype(jnp.float32)
+    x_ti = x_ti if dots or tiles or rounds else x_ti.astype(jnp.float32)
     more = (*(options.added or ()), *([] if options.residual_to is None else [options.residual_to]))
     done = multiply(x_ti, _wanted(len(x_ti), options), *_starts(options), *arrays, *more)
     return tuple(done[: len(shapes)])
@@ -210,7 +221,7 @@ class _Writer:
     def units(self) -> Value:
         """Write the code that counts the units; with experts, the last one is of the rows that belong to none."""
         code = self.code
-        if self.spec.tiles:
+        if self.spec.tiles or self.spec.rounds:
             self._input().clear()
         blocks = Variable(code.value(0, I64))
         for weight in self._weights():
@@ -281,8 +292,10 @@ class _Writer:
         y, sums = self.call.result(number.get()), [code.scratch(self._sums_size, F32) for _ in matrices]
         start_o, stop_o = self._bounds(left.get(), matrices[0].outputs)
         with code.when(count.compare(">", 0)):
-            writer: _Vectors | strips.TileStrips
-            if self.spec.tiles:
+            writer: Sums
+            if self.spec.rounds:
+                writer = self._bytes(rows, count, left.get())
+            elif self.spec.tiles:
                 writer = self._strips(code.load(rows, 0, I64), code.load(rows, count - 1, I64) + 1, left.get())
             else:
                 writer = _Vectors(self, matrices[0], rows, count)
@@ -306,6 +319,8 @@ class _Writer:
         self.code.store(self.code.value(0, kind), y, at)
 
     def _input(self) -> Packed:
+        if self.spec.rounds:
+            return byte_rows.ByteRows(self.call, X, len(self._weights()), self.spec.rounds, self.spec.form)
         return (amx.Input if self.spec.dots else digits.Digits)(self.call, X, len(self._weights()))
 
     def _strips(self, start_t: Value, stop_t: Value, block: Value) -> strips.TileStrips:
@@ -316,6 +331,14 @@ class _Writer:
             return strips.Strips(x, start_t, stop_t, first)
         assert isinstance(x, digits.Digits)
         return digits.DigitStrips(x, start_t, stop_t, first)
+
+    def _bytes(self, rows: Value, count: Value, block: Value) -> byte_rows.ByteDots:
+        """Return the writer for rows of bytes; the threads begin the packing of x with different ones."""
+        x, code = self._input(), self.code
+        assert isinstance(x, byte_rows.ByteRows)
+        is_few = count.compare("<=", self.most_t)
+        width = code.select(is_few, code.value(FEW_O, I64), code.value(UNIT_O, I64))
+        return byte_rows.ByteDots(x, rows, count, self.tile_t, width, block * UNIT_T // num_threads())
 
     def _matrix(self, number: Value) -> Matrix:
         form, bias = self.spec.form, self.spec.bias
@@ -348,7 +371,7 @@ class _Writer:
 
     def _finish(
         self, matrices: list[Matrix], sums: list[Value], added: list[Value], expert: Value,
-        bounds: tuple[Value, Value], writer: "_Vectors | strips.TileStrips", y: Value, rows: Value, count: Value,
+        bounds: tuple[Value, Value], writer: "Sums", y: Value, rows: Value, count: Value,
     ) -> None:  # fmt: skip
         """Write the results of a block: sums with scales of rows, bias, further numbers, activation and gate."""
         code, lanes, (start, stop), residual = self.code, self.lanes, bounds, self._residual()
@@ -379,6 +402,9 @@ class _Writer:
                 left = stop - last
                 vector = result(of_row, at, last, partial(code.load_part, count=left))
                 store_part(code, self.spec.dtype, vector, y, at + last, left)
+
+
+type Sums = _Vectors | strips.TileStrips | byte_rows.ByteDots  # writers of the sums of a block
 
 
 class _Vectors:

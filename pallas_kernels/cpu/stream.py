@@ -1,6 +1,7 @@
 """Sums of products of a few rows, for which weights are read from memory once, in one stream or in several."""
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -32,7 +33,7 @@ class Block(NamedTuple):
     stop_o: Value
 
 
-def _has_streams(matrix: Matrix, num_t: int) -> bool:
+def has_streams(matrix: Matrix, num_t: int) -> bool:
     """Return whether outputs that are computed together lie far apart, so that each has its own stream of weights.
 
     With AVX-512, an Emerald Rapids multiplies weights of all kinds in four streams at twice the rate of one, and at up
@@ -47,20 +48,28 @@ def _has_streams(matrix: Matrix, num_t: int) -> bool:
     return not matrix.form.group and (num_t <= 2 or not matrix.is_narrow)
 
 
+def outputs_together(matrix: Matrix, num_o: Value, num_t: int) -> Iterator[list[Value]]:
+    """Write loops over `num_o` outputs, and yield the numbers of those that are computed together for some rows."""
+    code, whole = matrix.code, num_o - num_o % OUTPUTS
+    distance, stop, step = num_o * 0 + 1, whole, OUTPUTS
+    if has_streams(matrix, num_t):
+        distance, stop, step = num_o // OUTPUTS, num_o // OUTPUTS, 1
+    with code.loop(0, stop, step) as o:
+        yield [o + distance * i for i in range(OUTPUTS)]
+    with code.loop(whole, num_o) as o:
+        yield [o]
+
+
 def write_sums(block: Block, x: Value, num_o: Value, most_t: int) -> None:
     """Write the sums of a block of `num_o` outputs for 1 to `most_t` rows of x."""
-    code, whole = block.matrix.code, num_o - num_o % OUTPUTS
+    code = block.matrix.code
     # Of more than four rows, code for even numbers: the last row stands twice for odd ones.
     sizes = [num_t for num_t in range(1, most_t + 1) if num_t <= 4 or num_t % 2 == 0]
     for below, num_t in itertools.pairwise([0, *sizes]):
         is_size = code.both(block.num_rows.compare(">", below), block.num_rows.compare("<=", num_t))
         with code.when(is_size):
-            has_streams = _has_streams(block.matrix, num_t)
-            distance, (stop, step) = (num_o // OUTPUTS, (num_o // OUTPUTS, 1)) if has_streams else (1, (whole, OUTPUTS))
-            with code.loop(0, stop, step) as o:
-                _Stream(block, x, [o + distance * i for i in range(OUTPUTS)], num_t).write()
-            with code.loop(whole, num_o) as o:
-                _Stream(block, x, [o], num_t).write()
+            for outputs in outputs_together(block.matrix, num_o, num_t):
+                _Stream(block, x, outputs, num_t).write()
 
 
 class _Stream:
@@ -68,7 +77,7 @@ class _Stream:
 
     def __init__(self, block: Block, x: Value, outputs: list[Value], num_t: int):
         self.block, self.matrix, self.outputs, self.num_t = block, block.matrix, outputs, num_t
-        self.has_streams = _has_streams(block.matrix, num_t)
+        self.has_streams = has_streams(block.matrix, num_t)
         matrix, self.code = self.matrix, self.matrix.code
         row_bytes = matrix.inputs * (2 if matrix.dots else 4)
         last = block.num_rows - 1

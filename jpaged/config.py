@@ -243,6 +243,10 @@ class EngineConfig:
         "methods are accepted for checkpoints that are quantized so, which need no setting", by="as in the checkpoint",
         choices=tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_CHECKPOINTS, GGUF))),
     )  # fmt: skip
+    activation_dtype: str = _model(
+        "auto", "dtype of rows that are multiplied by weights of 8 and 4 bits in groups; auto: that of dtype; int8, on "
+        "a CPU, rounds them, which takes less time", choices=("auto", "int8"),
+    )  # fmt: skip
     kv_cache_dtype: str = _model(
         "auto", "dtype of the KV pool; auto: that of the keys; fp8 holds twice as many tokens as 16 bits, less "
         "exactly; 16 bits of float32 keys need a CPU",

@@ -145,6 +145,11 @@ def has_groups(model: Model, takes: Takes | None = None) -> bool:
     return any(each.has_groups and not (takes and takes(each.format, each.shape)) for each in weights)
 
 
+def takes_int8_rows(model: Model) -> bool:
+    """Return whether a model has weights next to which rows may be rounded to int8."""
+    return any(weight_of(module, name).format.takes_int8_rows for _, module, name in weights_of(model))
+
+
 def described(model: Model) -> str:
     """Return the bytes of a model's parameters by dtype, in words."""
     sizes: dict[str, int] = {}

@@ -25,7 +25,13 @@ from jpaged.rl.sequences import causal_attention, dense_attention, paged_attenti
 from jpaged.runtime.kv_cache import KVCache
 from pallas_kernels import select_for
 
-USED = ("kernels", "block_size", "kv_cache_dtype", "lora_dtype")  # settings that change the bits on one machine
+USED = (
+    "kernels",
+    "block_size",
+    "kv_cache_dtype",
+    "activation_dtype",
+    "lora_dtype",
+)  # settings that change the bits on one machine
 LOGSUMEXP = partial(jax.nn.logsumexp, axis=-1)
 
 
@@ -149,7 +155,7 @@ def _layout(make: Callable[[Any], Any], state: Any, numerics: dict[str, Any]) ->
     block_size, pool_dtype = numerics.get("block_size", BLOCK_SIZE), numerics.get("kv_cache_dtype", dtype)
     kernels = select_for(
         jax.devices()[0], model.config, name=numerics.get("kernels", "auto"), dtype=dtype, block_size=block_size,
-        pool_dtype=pool_dtype,
+        pool_dtype=pool_dtype, int8_rows=numerics.get("activation_dtype") == "int8",
     )  # fmt: skip
     return KVCache.of(model.config, block_size, pool_dtype, kernels, attention_dtype=dtype)
 

@@ -44,6 +44,7 @@ def numerics_of(
     quantized = {str(weight.dtype) for weight in weights if weight is not None}
     return {
         **versions(), "model": kind, "device": _device(placement, kernels.name), "dtype": str(cache.attention_dtype),
+        "activation_dtype": "int8" if kernels.int8_rows else str(cache.attention_dtype),
         "quantization": ", ".join(sorted(quantized)) or "none", "kv_cache_dtype": cache.dtype, "kernels": kernels.name,
         "products": "kernels" if multiplies else "XLA", "block_size": cache.block_size,
         "tensor_parallel_size": placement.size,

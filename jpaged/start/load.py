@@ -23,7 +23,7 @@ from jpaged.models.fused import fuse
 from jpaged.models.gguf_checkpoint import load_gguf
 from jpaged.models.moe import cost_of
 from jpaged.models.orbax_checkpoint import ORBAX, load_orbax
-from jpaged.models.quantized import Takes, described, has_groups
+from jpaged.models.quantized import Takes, described, has_groups, takes_int8_rows
 from jpaged.runtime.compilation_cache import compilation_cache, every_process_writes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
@@ -314,6 +314,8 @@ def place(model: Model, setup: Setup, *, allow_copy: bool = True) -> ModelRunner
         kernels = setup.kernels or select_kernels(resolved, placement, dtype)
         check_pool(resolved, placement, kernels, dtype)
         multiplies = placement.size == 1 and kernels.multiplies
+        if kernels.int8_rows and not takes_int8_rows(model):
+            raise ValueError("activation_dtype: int8 needs weights of 8 or 4 bits in groups of 32, and there are none")
         if multiplies and kernels.skips_rows:  # those of a CPU, which take every form
             return kernels
         if not multiplies and (cost := cost_of(model.config, max_tokens)):

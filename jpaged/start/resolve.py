@@ -100,6 +100,8 @@ def resolve(
         dtype = choices.choose("dtype", None, "each array of the module keeps its dtype")
         size = choices.choose("tensor_parallel_size", module_size, "the module lies on these devices")
     dtype = DTYPE_ALIASES.get(dtype, dtype) if dtype else None
+    if choices.choose("activation_dtype", dtype, "that of dtype") == "int8" and (device.platform != "cpu" or size > 1):
+        raise ValueError(f"activation_dtype: int8 is for one CPU device, not for {size} of {device.platform}")
     choices.choose("kv_cache_dtype", dtype, "the dtype of the keys")
     limits = _limits(choices, model, device.platform)
     first = device.platform == "cpu" and size == 1

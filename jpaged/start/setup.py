@@ -229,6 +229,7 @@ def select_kernels(
             head_dim=model.head_dim, num_heads=model.num_attention_heads // resolved.mesh.size,
             num_kv_heads=model.num_key_value_heads // resolved.mesh.kv, block_size=resolved.limits.block_size,
             sinks=model.variation.sinks, mxfp4=experts is not None and experts.activation is not None,
+            int8_rows=config.activation_dtype == "int8",
             self_test=SelfTest.on(placement.device, cache_folder() / "selftest", retest=retest),
         )  # fmt: skip
 

@@ -269,6 +269,8 @@ def test_refusals(directory, tmp_path):
         quantize(model, "int2")
     with pytest.raises(ValueError, match=r"^quantization: .* pass jpaged\.quantize\(module, 'fp8'\) instead$"):
         LLM(model, quantization="fp8", **ENGINE)
+    with pytest.raises(ValueError, match=r"^activation_dtype: int8 needs weights of 8 or 4 bits in groups of 32, and"):
+        LLM(quantize(model, "int8"), activation_dtype="int8", **ENGINE)
     quantized = quantize(model, "fp8")
     with pytest.raises(ValueError, match=r"^quantization: the model is quantized already$"):
         quantize(quantized, "fp8")
@@ -333,6 +335,25 @@ def test_a_mixture_of_quantized_experts_is_served_as_its_numbers_say(quantizatio
             for each in (quantized, with_dense_weights(model, quantized))
         )
     assert found == expected
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_rows_of_int8_change_the_logprobs_a_little(kernels):
+    """In chunks of another size and alone, a request has the same ones."""
+    model = quantize(random_model(CONFIG), "int4")
+    with few_shapes():
+        plain = LLM(model, **ENGINE)
+        rounding = LLM(model, activation_dtype="int8", kernels=kernels, **ENGINE)
+    together = rounding.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, each in zip(PROMPTS, together):
+        (alone,) = rounding.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == each.outputs[0].token_ids
+        assert alone.outputs[0].logprobs == each.outputs[0].logprobs
+    first = [[next(iter(each.outputs[0].logprobs[0].values())).logprob for each in llm.generate(
+        PROMPTS, GREEDY, use_tqdm=False)] for llm in (plain, rounding)]  # fmt: skip
+    assert 0 < np.abs(np.subtract(*first)).max() < 0.2
+    assert rounding.engine.runner.numerics["activation_dtype"] == "int8"
+    assert plain.engine.runner.numerics["activation_dtype"] == "float32"
 
 
 @pytest.mark.deep

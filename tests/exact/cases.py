@@ -32,6 +32,7 @@ class Case(NamedTuple):
     kernels: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    activation_dtype: str = "auto"
 
     def __str__(self) -> str:
         return "-".join(part for part in self if part not in (None, "auto"))
@@ -52,6 +53,7 @@ def runner_of(case: Case, directory: Path, *, seqs: int = SEQS, tokens: int = TO
     form = Form(case.dtype, quantization=case.quantization)
     model = load_safetensors(directory, read_config(directory).for_length(LENGTH), form, progress=False)
     config = EngineConfig(
-        num_gpu_blocks_override=BLOCKS, swap_space=1.0, kernels=case.kernels, kv_cache_dtype=case.kv_cache_dtype
-    )
+        num_gpu_blocks_override=BLOCKS, swap_space=1.0, kernels=case.kernels, kv_cache_dtype=case.kv_cache_dtype,
+        activation_dtype=case.activation_dtype,
+    )  # fmt: skip
     return runners.runner_of(model, config, Limits(LENGTH, seqs, tokens, BLOCK)), tokenizer

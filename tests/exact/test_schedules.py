@@ -12,7 +12,7 @@ from jpaged.runtime import step
 from pallas_kernels import ROW_ORDER
 from tests.exact.asked import KINDS, Asked
 from tests.exact.cases import Case, runner_of
-from tests.exact.conftest import FEW, SMALL, Subject, subject_of
+from tests.exact.conftest import FEW, SMALL, Subject, small_subject, subject_of
 from tests.exact.schedules import SEQS, TOKENS, Schedule, run
 from tests.support.kernel_code import optimized
 
@@ -24,6 +24,8 @@ EVERY = [
       for kernels in ("auto", "reference")),
     *(Case("llama", dtype, kernels, quantization) for quantization in ("int8", "int4", "fp8")
       for dtype in ("float32", "bfloat16") for kernels in ("auto", "reference")),
+    *(Case("llama", dtype, kernels, "int4", activation_dtype="int8") for dtype in ("float32", "bfloat16")
+      for kernels in ("auto", "reference")),
     *(Case("llama", dtype, kernels, kv_cache_dtype="fp8") for dtype in ("float32", "bfloat16")
       for kernels in ("auto", "reference")),
 ]  # fmt: skip
@@ -121,6 +123,12 @@ def test_a_schedule_changes_no_bit_of_a_model_with_windows(gemma3, monkeypatch):
 def test_a_schedule_changes_no_bit_of_a_model_with_recurrent_layers(qwen35):
     check(qwen35, **SMALL, every=False)
     check_drafts(qwen35, PROPOSERS[1], **SMALL, every=False)
+
+
+def test_a_schedule_changes_no_bit_of_rows_of_int8(tmp_path):
+    subject = small_subject(Case("llama", "bfloat16", quantization="int4", activation_dtype="int8"), tmp_path)
+    check(subject, **SMALL, every=False)
+    check_drafts(subject, PROPOSERS[1], **SMALL, every=False)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS, ids=str)

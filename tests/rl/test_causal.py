@@ -38,14 +38,16 @@ CASES = [
     ("qwen3-moe", "bfloat16", {}, None),
     ("llama", "float32", {"kv_cache_dtype": "fp8"}, None),
     ("llama", "float32", {"kv_cache_dtype": "bfloat16"}, None),
+    ("llama", "bfloat16", {"activation_dtype": "int8"}, None),
     ("llama", "float32", {"kernels": "reference"}, ROW_ORDER),
     ("qwen3-moe", "float32", {"kernels": "reference"}, ROW_ORDER),
 ]
 
 
-def model_of(name, dtype, directory):
+def model_of(name, dtype, directory, quantization=None):
     write(directory, hf_of(name))
-    return load_safetensors(directory, read_config(directory).for_length(96), Form(dtype), progress=False)
+    form = Form(dtype, quantization=quantization)
+    return load_safetensors(directory, read_config(directory).for_length(96), form, progress=False)
 
 
 def loss_of(graphdef, numerics, params, tokens_bw, is_output_bw, drawn_bw):
@@ -88,7 +90,7 @@ def test_a_trainer_computes_the_engines_logprobs_to_the_bit(llama, program):
 @pytest.mark.deep
 @pytest.mark.parametrize("name, dtype, settings, options", CASES)
 def test_a_train_step_of_any_architecture_has_the_engines_bits(tmp_path, name, dtype, settings, options):
-    model = model_of(name, dtype, tmp_path)
+    model = model_of(name, dtype, tmp_path, "int4" if "activation_dtype" in settings else None)
     worker, rollouts = rolled_out(model, **settings)
     graphdef, params = nnx.split(model)
     step = jax.grad(partial(loss_of, graphdef, worker.numerics), has_aux=True, allow_int=True)

@@ -51,6 +51,14 @@ def test_limits_that_the_model_or_the_pool_does_not_allow():
     assert resolved_on("cpu", small).limits.block_size == 16
 
 
+def test_rows_of_int8_are_for_one_cpu():
+    assert choices(resolved_on("cpu", MODEL, activation_dtype="int8"))["activation_dtype"] == ("int8", "set")
+    assert choices(resolved_on("cuda", MODEL))["activation_dtype"] == ("bfloat16", "that of dtype")
+    for platform, more, told in (("cuda", {}, "1 of cuda"), ("cpu", {"tensor_parallel_size": 2}, "2 of cpu")):
+        with pytest.raises(ValueError, match=rf"^activation_dtype: int8 is for one CPU device, not for {told}$"):
+            resolved_on(platform, MODEL, activation_dtype="int8", **more)
+
+
 def choices(resolved: Resolved) -> dict[str, tuple[object, str]]:
     return {setting: (value, reason) for setting, value, reason in resolved.choices}
 

@@ -32,7 +32,7 @@ def product(x_ti: jax.Array, weights: tuple[Weight, ...], options: ProductOption
 
     Numbers of 8 bits become exact numbers of the rows' dtype. Sums are float32, in one order for any number of rows.
     """
-    if unsupported_product(x_ti, weights, gated=options.gated):
+    if options.int8_rows or unsupported_product(x_ti, weights, gated=options.gated):
         return reference.product(x_ti, weights, options)
     return _multiply(x_ti, weights, options)
 

@@ -104,6 +104,14 @@ def test_a_row_has_the_same_bits_next_to_any_others(name, depth):
         np.testing.assert_array_equal(multiply(x_ti[first:stop]), together[first:stop])
 
 
+@has_byte_dot
+def test_threads_that_pack_the_same_row_do_not_disturb_each_other():
+    x_ti, weight = x_of(1, 2304), weight_in(TAKING["int4 in groups of 32"], 256, 2304)
+    multiply = jax.jit(lambda x_ti: jax.lax.map(lambda _: OPS["cpu"].product(x_ti, weight), jnp.arange(1000)))
+    found = np.asarray(multiply(x_ti))[:, 0]
+    np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
+
+
 def test_few_rows_of_more_outputs_than_are_finished_at_once():
     x_ti, weight = x_of(40, 64), weight_in(TAKING["int4 in groups of 32"], 2 * FEW_O * num_threads() + 7, 64)
     together = np.asarray(PRODUCT["cpu"](x_ti, weight))

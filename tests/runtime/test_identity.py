@@ -94,6 +94,7 @@ def test_deleted_parameters_have_no_fingerprint():
 def test_numerics_name_what_bits_depend_on(model):
     found = runner(model).numerics
     told = {"model": "jpaged.models.llama.Llama", "dtype": "float32", "quantization": "none", "block_size": 8}
+    told |= {"activation_dtype": "float32"}
     told |= {"kv_cache_dtype": "float32", "tensor_parallel_size": 1, "logprobs_mode": "raw_logprobs"}
     assert found == found | told | versions() and found.keys() - told.keys() - versions().keys() == {
         "device",

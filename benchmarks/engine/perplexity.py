@@ -30,6 +30,7 @@ from jpaged.llm import LLM
 from jpaged.tokenizer import backend
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = ("dtype", "quantization", "activation_dtype", "kv_cache_dtype")  # of the engine
 
 
 def read(files: Sequence[Path], special: Sequence[str]) -> str:
@@ -75,12 +76,16 @@ def of_llama(program: Path, model: Path, text: str, size: int, count: int, threa
 
 def engine(model: Path, args: argparse.Namespace) -> LLM:
     """Return an engine that scores a few windows at a time."""
-    chosen: dict[str, Any] = {"dtype": args.dtype, "quantization": args.quantization}
     return LLM(
         str(model), max_model_len=args.window + 1, max_num_seqs=8, max_num_batched_tokens=args.window,
-        kv_cache_dtype=args.kv_cache_dtype, enable_prefix_caching=False,
-        **{name: value for name, value in chosen.items() if value is not None},
+        enable_prefix_caching=False, **chosen(args),
     )  # fmt: skip
+
+
+def chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's settings that the command line names."""
+    values = {name: getattr(args, name) for name in SETTINGS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def run(report: Report, model: Path, args: argparse.Namespace) -> None:
@@ -115,9 +120,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-windows", type=int, metavar="N", help="from the beginning of the text; default: all")
     parser.add_argument("--llama-perplexity", type=Path, metavar="PATH", help="the program")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of llama.cpp")
-    for name in ("dtype", "quantization"):
-        parser.add_argument(f"--{name}", help="as the engine's option")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the engine's option")
+    for name in SETTINGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help="as the engine's option")
     return parser.parse_args(argv)
 
 
@@ -127,8 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.out / "results.json", environment(open_device(tiny=True), tiny=False))
     for model in args.model:
         run(report, model, args)
-    chosen = {name: getattr(args, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
-    settings = ", ".join(f"{name} {value}" for name, value in chosen.items() if value not in (None, "auto"))
+    settings = ", ".join(f"{name} {value}" for name, value in chosen(args).items() if value != "auto")
     report.publish(
         "Perplexity",
         f"Windows of {args.window} tokens of {', '.join(file.name for file in args.text)}, the second half of each "

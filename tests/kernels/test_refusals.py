@@ -174,7 +174,7 @@ class TestSelect:
         assert pallas_kernels.select_for(jax.devices()[0], config, name="reference", debug=True).debug
         with pytest.raises(NotImplementedError, match="'mosaic': block size 5 is not supported"):
             pallas_kernels.select_for(h200, config, name="mosaic", block_size=5)
-        with pytest.raises(NotImplementedError, match="^int8_rows: is for CPUs, not for gpu$"):
+        with pytest.raises(NotImplementedError, match=r"^int8_rows: is for CPUs, not for gpu$"):
             pallas_kernels.select_for(h200, config, int8_rows=True)
 
     @pytest.mark.parametrize(

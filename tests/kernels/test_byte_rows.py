@@ -107,8 +107,8 @@ def test_a_row_has_the_same_bits_next_to_any_others(name, depth):
 @has_byte_dot
 def test_threads_that_pack_the_same_row_do_not_disturb_each_other():
     x_ti, weight = x_of(1, 2304), weight_in(TAKING["int4 in groups of 32"], 256, 2304)
-    multiply = jax.jit(lambda x_ti: jax.lax.map(lambda _: OPS["cpu"].product(x_ti, weight), jnp.arange(1000)))
-    found = np.asarray(multiply(x_ti))[:, 0]
+    multiply = jax.jit(lambda x_nti: jax.lax.map(lambda x_ti: OPS["cpu"].product(x_ti, weight), x_nti))
+    found = np.asarray(multiply(np.repeat(x_ti[None], 4000, axis=0)))[:, 0]
     np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
 
 

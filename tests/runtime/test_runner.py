@@ -488,7 +488,7 @@ def test_kernels_are_chosen_for_the_model_and_its_device(model, monkeypatch):
     assert chosen == {
         "self_test": None, "args": ("reference",), "platform": "cpu", "device_kind": jax.devices()[0].device_kind,
         "compute_capability": None, "dtype": "float32", "pool_dtype": "float8_e4m3fn", "head_dim": 64, "num_heads": 4,
-        "num_kv_heads": 2, "block_size": 8, "sinks": False, "mxfp4": False,
+        "num_kv_heads": 2, "block_size": 8, "sinks": False, "mxfp4": False, "int8_rows": False,
     }  # fmt: skip
 
 

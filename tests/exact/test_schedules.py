@@ -89,7 +89,9 @@ def check_drafts(subject: Subject, proposer: dict, seqs: int, tokens: int, *, ev
         schedules += [usual._replace(tokens=7, seqs=min(7, usual.seqs)), usual._replace(caches=False)]
     for schedule in schedules:
         ran = subject.run(schedule, 2 * subject.asked)
-        assert ran.bits == 2 * subject.alone and ran.scheduler.num_drafts > 0, schedule
+        assert ran.bits == 2 * subject.alone, schedule
+        # In small steps the draft model reads a prompt for as long as the outputs grow.
+        assert ran.scheduler.num_drafts > 0 or schedule.tokens < usual.tokens, schedule
         assert ran.scheduler.num_preemptions > 0 or schedule.blocks == usual.blocks
 
 

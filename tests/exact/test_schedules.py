@@ -171,7 +171,7 @@ def test_a_schedule_changes_no_bit_in_optimized_code(case, as_users_compile, tmp
     check(subject, SEQS, TOKENS)
     for proposer in PROPOSERS:
         check_drafts(subject, proposer, SEQS, TOKENS, every=True)
-    other = case._replace(quantization="fp8" if case.quantization == "int8" else "int8")
+    other = case._replace(quantization="fp8" if case.quantization == "int8" else "int8", activation_dtype="auto")
     drafting, _ = runner_of(other, tmp_path, seqs=SEQS, tokens=TOKENS)
     check_drafts(subject._replace(drafting=drafting), DRAFT_MODEL, SEQS, TOKENS, every=True)
 

@@ -49,7 +49,7 @@ def has_streams(matrix: Matrix, num_t: int) -> bool:
 
 
 def outputs_together(matrix: Matrix, num_o: Value, num_t: int) -> Iterator[list[Value]]:
-    """Write loops over `num_o` outputs, and yield the numbers of those that are computed together for some rows."""
+    """Write loops over `num_o` outputs, and yield the numbers of the outputs of each turn, for `num_t` rows."""
     code, whole = matrix.code, num_o - num_o % OUTPUTS
     distance, stop, step = num_o * 0 + 1, whole, OUTPUTS
     if has_streams(matrix, num_t):

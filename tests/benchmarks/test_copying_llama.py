@@ -1,4 +1,4 @@
-"""The Llama of the benchmark of drafts copies what it has read."""
+"""The Llama of the benchmark of drafts copies its prompt."""
 
 import jax
 import jax.numpy as jnp
